@@ -1,0 +1,1 @@
+"""The allocator daemon: grants leases on the pool's GPUs and keeps them alive."""

@@ -1,0 +1,1 @@
+"""Durable state: the Store interface, its backends, the records, the history."""

@@ -1,0 +1,44 @@
+"""Accepted ranges, in one place: the door checks them and the docs quote them."""
+
+NAME_CHARS_MAX = 253
+"""Longest free text: names, labels, reasons, tenants."""
+
+GROUPS_MAX = 64
+REPLICAS_MAX = 4096
+MEMBERS_MAX = 16384
+GPUS_PER_MEMBER_MAX = 64
+GPUS_MAX = 65536
+MODELS_MAX = 64
+SELECTORS_MAX = 32
+SELECTOR_VALUES_MAX = 64
+LABELS_MAX = 64
+GPU_MEMORY_MIB_MAX = 16_777_216
+"""16 TiB."""
+
+CPU_MILLI_MAX = 1_048_576_000
+HOST_MEMORY_MIB_MAX = 1_073_741_824
+"""1 PiB."""
+
+UID_MAX = 4_294_967_294
+PRIORITY_MIN = -1000
+PRIORITY_MAX = 1000
+TTL_S_MIN = 1.0
+TTL_S_MAX = 7 * 86400.0
+TTL_S_DEFAULT = 60.0
+MAX_DURATION_S_MIN = 1.0
+MAX_DURATION_S_MAX = 3650 * 86400.0
+WAIT_S_MAX = 30 * 86400.0
+DISCONNECT_S_MIN = 1.0
+DISCONNECT_S_MAX = 30 * 86400.0
+DISCONNECT_S_DEFAULT = 86400.0
+SPARES_MAX = 1024
+REQUEST_ID_CHARS_MAX = 128
+BATCH_MAX = 256
+"""Requests in one AcquireMany, commands in one session message."""
+
+KEEP_ALIVE_MAX = 1024
+PAGE_MAX = 1000
+PAGE_DEFAULT = 100
+DEVICES_PER_NODE_MAX = 256
+MESSAGE_BYTES_MAX = 16 * 1024 * 1024
+"""Largest gRPC message either way: a node's or a big lease's full state."""

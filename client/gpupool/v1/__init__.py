@@ -1,0 +1,1 @@
+"""Generated gRPC stubs of package gpupool.v1; see scripts/generate."""
