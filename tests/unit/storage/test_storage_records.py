@@ -1,0 +1,232 @@
+"""Records: what is stored comes back, also from older and newer programs."""
+
+import dataclasses
+import json
+import math
+import random
+import uuid
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpupool.model.assignment import AssignmentKey, AssignmentReport, AssignmentState
+from gpupool.model.caller import Caller
+from gpupool.model.hold import Hold, HoldKind, HoldScope
+from gpupool.model.ids import DeviceUuid, HoldId, LeaseId, NodeId, RequestId
+from gpupool.model.inventory import NodeInventory, NodeRecord
+from gpupool.model.lease import DeviceShare, Lease, LeaseState, Member, MemberState, Place
+from gpupool.model.request import Group, LeaseSpec, WholeGpus
+from gpupool_allocator.core.effects import Stored, UnclaimedRecord
+from gpupool_allocator.storage.records import (
+    RecordError,
+    RecordVersionError,
+    decode,
+    deletion,
+    encode,
+)
+from gpupool_allocator.storage.store import COMMIT_BYTES_MAX, Operation, StoredValue
+
+
+def as_loaded(operation: Operation) -> StoredValue:
+    return StoredValue(kind=operation.kind, key=operation.key, value=operation.value, revision=1)
+
+
+def stored_with(operation: Operation, **fields: object) -> StoredValue:
+    """The record of ``operation`` with some fields replaced, or removed where None."""
+    assert operation.value is not None
+    shape: dict[str, Any] = json.loads(operation.value) | fields
+    shape = {name: value for name, value in shape.items() if value is not None}
+    changed = dataclasses.replace(operation, value=json.dumps(shape).encode())
+    return as_loaded(changed)
+
+
+def storable(value: Any) -> Any:
+    """``value`` with what a record may not hold replaced, all the way down."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else 0.25
+    if isinstance(value, tuple):
+        return tuple(storable(each) for each in value)
+    if isinstance(value, DeviceShare) and value.whole:
+        return dataclasses.replace(value, share_pct=100)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return type(value)(**{each.name: storable(getattr(value, each.name)) for each in fields})
+    return value
+
+
+def without_environments(record: Stored) -> Stored:
+    if isinstance(record, Lease):
+        members = tuple(dataclasses.replace(each, environment=None) for each in record.members)
+        return dataclasses.replace(record, members=members)
+    if isinstance(record, UnclaimedRecord):
+        report = dataclasses.replace(record.report, environment={})
+        return dataclasses.replace(record, report=report)
+    return record
+
+
+def lease_of(members: int, devices: int, *, node_name: str = "gpu-{:05d}") -> Lease:
+    rng = random.Random(1)
+    return Lease(
+        lease_id=LeaseId("lease-0198c0de"),
+        request_id=RequestId("3f0e4f4e-2a38-4b0c-8bb0-7a86cbf6a0f0"),
+        caller=Caller(tenant="research", user="alice", uid=1000),
+        spec=LeaseSpec(
+            groups=(Group(replicas=members, accelerator=WholeGpus(count=devices)),),
+            tenant="research",
+            uid=1000,
+        ),
+        state=LeaseState.ACTIVE,
+        ttl_s=60.0,
+        create_unix_s=1.79e9,
+        grant_unix_s=1.79e9,
+        members=tuple(
+            Member(
+                group="main",
+                index=rank,
+                rank=rank,
+                state=MemberState.READY,
+                token=1_000_000 + rank,
+                environment={"CUDA_VISIBLE_DEVICES": "secret"},
+                place=Place(
+                    node_id=NodeId(node_name.format(rank)),
+                    devices=tuple(
+                        DeviceShare(
+                            device_uuid=DeviceUuid(f"GPU-{uuid.UUID(int=rng.getrandbits(128))}"),
+                            share_pct=100,
+                            memory_mib=143_771,
+                            whole=True,
+                        )
+                        for _ in range(devices)
+                    ),
+                    cpu_milli=96_000,
+                    host_memory_mib=1_048_576,
+                ),
+            )
+            for rank in range(members)
+        ),
+    )
+
+
+HOLD = Hold(
+    hold_id=HoldId("h1"),
+    kind=HoldKind.OPERATOR,
+    scope=HoldScope.NODE,
+    target="gpu-00001",
+    reason="fan",
+    owner=Caller(),
+)
+NODE = NodeRecord(
+    node_id=NodeId("gpu-00001"), boot_id="b", agent_version="0.1.0", inventory=NodeInventory()
+)
+
+
+def unclaimed(node: str, lease: str, rank: int = 0) -> UnclaimedRecord:
+    key = AssignmentKey(lease_id=LeaseId(lease), rank=rank)
+    report = AssignmentReport(key=key, token=1, state=AssignmentState.PREPARED)
+    return UnclaimedRecord(node_id=NodeId(node), report=report)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.one_of(
+        st.from_type(Lease),
+        st.from_type(Hold),
+        st.from_type(NodeRecord),
+        st.from_type(UnclaimedRecord),
+    ).map(storable)
+)
+def test_any_record_comes_back_as_it_was_without_environments(record: Stored) -> None:
+    assert decode(as_loaded(encode(record))) == without_environments(record)
+    assert deletion(record).key == encode(record).key
+    assert deletion(record).value is None
+
+
+def test_environments_are_never_written() -> None:
+    value = encode(lease_of(1, 1)).value
+    assert value is not None
+    assert b"secret" not in value
+    assert b"CUDA_VISIBLE_DEVICES" not in value
+
+
+@pytest.mark.parametrize("node_name", ["gpu-{:05d}", "n" * 248 + "{:05d}"])
+def test_a_lease_of_ten_thousand_gpus_fits_one_commit(node_name: str) -> None:
+    lease = lease_of(1250, 8, node_name=node_name)
+    operation = encode(lease)
+    assert operation.value is not None
+    assert len(operation.value) < COMMIT_BYTES_MAX
+    assert decode(as_loaded(operation)) == without_environments(lease)
+
+
+@pytest.mark.parametrize("record", [lease_of(1, 1), HOLD, NODE, unclaimed("n", "l")])
+def test_an_unknown_version_is_refused_by_kind_key_and_version(record: Stored) -> None:
+    operation = encode(record)
+    with pytest.raises(RecordVersionError) as refusal:
+        decode(stored_with(operation, v=2))
+    assert (refusal.value.kind, refusal.value.key) == (operation.kind, operation.key)
+    assert refusal.value.version == 2
+    assert "version 2, this program knows 1" in str(refusal.value)
+
+
+@pytest.mark.parametrize("record", [lease_of(1, 1), HOLD, NODE, unclaimed("n", "l")])
+def test_fields_of_a_newer_writer_are_ignored(record: Stored) -> None:
+    newer = stored_with(encode(record), colour="green", shape={"sides": 4})
+    assert decode(newer) == without_environments(record)
+
+
+def test_optional_fields_that_an_older_writer_lacks_take_their_usual_value() -> None:
+    lease = lease_of(1, 1)
+    older = decode(stored_with(encode(lease), grant_unix_s=None, ttl_s=None))
+    expected = dataclasses.replace(lease, grant_unix_s=None, ttl_s=None)
+    assert older == without_environments(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (b"", "no JSON object"),
+        (b"[1]", "no JSON object"),
+        (b"\xff\xfe", "no JSON object"),
+        (b"{}", "version None"),
+        (b'{"v":1}', "malformed: KeyError"),
+        (b'{"v":1,"request_id":"r","caller":3}', "malformed: TypeError"),
+    ],
+)
+def test_what_is_not_a_record_is_refused_by_kind_and_key(value: bytes, complaint: str) -> None:
+    damaged = StoredValue(kind="lease", key="l-7", value=value, revision=1)
+    with pytest.raises(RecordError, match=complaint) as refusal:
+        decode(damaged)
+    assert "lease record 'l-7'" in str(refusal.value)
+
+
+def test_an_unknown_word_in_a_record_is_refused() -> None:
+    with pytest.raises(RecordError, match="'paused' is not a valid LeaseState"):
+        decode(stored_with(encode(lease_of(1, 1)), state="paused"))
+
+
+def test_an_unknown_kind_and_a_deletion_have_no_record() -> None:
+    with pytest.raises(RecordError, match="unknown kind 'quota'"):
+        decode(StoredValue(kind="quota", key="q", value=b"{}", revision=1))
+    with pytest.raises(RecordError, match="'h1' was deleted"):
+        decode(StoredValue(kind="hold", key="h1", value=None, revision=1))
+
+
+def test_names_with_slashes_never_share_a_key() -> None:
+    records = [unclaimed("a/b", "c"), unclaimed("a", "b/c"), unclaimed("a", "b%2Fc")]
+    assert len({encode(record).key for record in records}) == 3
+
+
+def test_a_time_that_is_no_number_has_no_record() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode(dataclasses.replace(HOLD, create_unix_s=math.nan))
+
+
+def test_a_whole_device_has_all_of_its_share() -> None:
+    lease = lease_of(1, 1)
+    member = lease.members[0]
+    share = dataclasses.replace(member.place.devices[0], share_pct=50)
+    place = dataclasses.replace(member.place, devices=(share,))
+    torn = dataclasses.replace(lease, members=(dataclasses.replace(member, place=place),))
+    with pytest.raises(ValueError, match=r"share_pct of the whole device GPU-.*: 50, not 100"):
+        encode(torn)
