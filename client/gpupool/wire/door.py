@@ -115,7 +115,7 @@ def count(at: str, name: str, values: Collection[object], least: int, most: int)
     """Number of entries of a list or map, least..most."""
     found = len(values)
     if not least <= found <= most:
-        raise BadField(path(at, name), f"{found} entries", f"{least}..{most} entries")
+        raise BadField(path(at, name), found, f"{least}..{most} entries", unit="entries")
     return found
 
 

@@ -7,12 +7,12 @@ class BadField(ValueError):  # noqa: N818 - named for what it reports, as refusa
     """A field of a message is outside what is accepted; nothing was changed.
 
     ``field`` is its path ("spec.groups[0].slice.share_pct"), ``value`` what came
-    (shortened), ``accepted`` the accepted range in words ("0..100").
+    (shortened, with its ``unit``), ``accepted`` the accepted range in words.
     """
 
-    def __init__(self, field: str, value: object, accepted: str) -> None:
+    def __init__(self, field: str, value: object, accepted: str, *, unit: str = "") -> None:
         self.field = field
-        self.value = _shown(value)
+        self.value = f"{_shown(value)} {unit}" if unit else _shown(value)
         self.accepted = accepted
         super().__init__(f"{field}: {self.value} is not in {accepted}")
 

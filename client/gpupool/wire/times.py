@@ -29,10 +29,11 @@ def duration_from_proto(
         or (whole < 0 < nanos)
         or (nanos < 0 < whole)
     ):
-        raise BadField(path(at, name), f"{whole} s {nanos} ns", "well-formed durations")
+        raise BadField(path(at, name), (whole, nanos), "well-formed durations", unit="(s, ns)")
     seconds = (whole * _NANOS + nanos) / _NANOS
     if not least_s <= seconds <= most_s:
-        raise BadField(path(at, name), f"{seconds:g} s", f"{least_s:.15g}..{most_s:.15g} s")
+        accepted = f"{least_s:.15g}..{most_s:.15g} s"
+        raise BadField(path(at, name), seconds, accepted, unit="s")
     return seconds
 
 
@@ -45,8 +46,8 @@ def timestamp_to_proto(unix_s: float) -> Timestamp:
 def timestamp_from_proto(at: str, name: str, value: Timestamp) -> float:
     """Seconds since 1970, up to the year 9999."""
     if not 0 <= value.seconds <= _UNIX_S_MAX or not 0 <= value.nanos < _NANOS:
-        shown = f"{value.seconds} s {value.nanos} ns"
-        raise BadField(path(at, name), shown, "times from 1970 to 9999")
+        shown = (value.seconds, value.nanos)
+        raise BadField(path(at, name), shown, "times from 1970 to 9999", unit="(s, ns)")
     return (value.seconds * _NANOS + value.nanos) / _NANOS
 
 
