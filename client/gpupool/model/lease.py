@@ -114,6 +114,7 @@ class Lease:
 
     Times ending in ``_unix_s`` are wall time, for people and records only.
     ``ttl_s`` is None for a process-bound lease, ``process`` for a TTL lease.
+    ``ending_as`` is the final state that a releasing lease is on its way to.
     """
 
     lease_id: LeaseId
@@ -129,5 +130,6 @@ class Lease:
     create_unix_s: float = 0.0
     grant_unix_s: float | None = None
     end_unix_s: float | None = None
+    ending_as: LeaseState | None = None
     position: int = 0
     explanation: Explanation = field(default=NO_EXPLANATION)

@@ -1,0 +1,174 @@
+"""The pool's own mutable entries behind the frozen words of ``gpupool.model``."""
+
+from dataclasses import dataclass, field
+
+from gpupool.model.assignment import Assignment, AssignmentKey
+from gpupool.model.caller import Caller, ProcessRef
+from gpupool.model.ids import CommandId, ConnectionId, DeviceUuid, LeaseId, NodeId, RequestId
+from gpupool.model.inventory import NodeInventory, StrayProcess
+from gpupool.model.lease import (
+    ENDED,
+    NO_EXPLANATION,
+    Explanation,
+    Lease,
+    LeaseState,
+    Member,
+    MemberState,
+    Place,
+)
+from gpupool.model.request import LeaseSpec
+
+
+@dataclass(slots=True, kw_only=True)
+class MemberEntry:
+    """A member.
+
+    ``seen``: its node has spoken of this token, so only the node can say that it
+    ended. ``dropped_at``: the revision of the node's desired state that no longer
+    names it.
+    """
+
+    group: str
+    index: int
+    rank: int
+    token: int
+    place: Place
+    state: MemberState = MemberState.PREPARING
+    environment: dict[str, str] | None = None
+    seen: bool = False
+    dropped_at: int | None = None
+
+    def frozen(self, *, reachable: bool) -> Member:
+        """The member as others see it; one on a cut-off node is unreachable."""
+        state = self.state
+        if not reachable and state in (MemberState.READY, MemberState.PREPARING):
+            state = MemberState.UNREACHABLE
+        return Member(
+            group=self.group,
+            index=self.index,
+            rank=self.rank,
+            state=state,
+            token=self.token,
+            place=self.place,
+            environment=self.environment,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class LeaseEntry:
+    """A lease.
+
+    ``ending_as``: the final state that it is releasing towards. ``listeners``:
+    calls that hear of its changes, True for those that follow it to its end.
+    ``excluded``: nodes that failed to prepare a member of it.
+    """
+
+    lease_id: LeaseId
+    request_id: RequestId
+    caller: Caller
+    spec: LeaseSpec
+    state: LeaseState
+    ttl_s: float | None
+    process: ProcessRef | None
+    wait_s: float | None
+    create_unix_s: float
+    generation: int = 1
+    members: list[MemberEntry] = field(default_factory=list[MemberEntry])
+    grant_unix_s: float | None = None
+    end_unix_s: float | None = None
+    explanation: Explanation = NO_EXPLANATION
+    ending_as: LeaseState | None = None
+    listeners: dict[CommandId, bool] = field(default_factory=dict[CommandId, bool])
+    excluded: set[NodeId] = field(default_factory=set[NodeId])
+    prepare_failures: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """The lease will never change again."""
+        return self.state in ENDED
+
+    @property
+    def running(self) -> bool:
+        """Granted and not ending."""
+        return self.state in (LeaseState.GRANTED, LeaseState.ACTIVE)
+
+    def key(self, member: MemberEntry) -> AssignmentKey:
+        """Names a member's assignment."""
+        return AssignmentKey(lease_id=self.lease_id, rank=member.rank)
+
+    def assignment(self, member: MemberEntry) -> Assignment:
+        """What the member's node must carry out."""
+        return Assignment(
+            key=self.key(member),
+            group=member.group,
+            token=member.token,
+            place=member.place,
+            uid=self.spec.uid,
+            disconnect_s=self.spec.disconnect_s,
+            world_size=len(self.members),
+        )
+
+    def frozen(self, *, reachable: frozenset[NodeId] | None = None, position: int = 0) -> Lease:
+        """The lease as others see it; ``reachable`` None: all of its nodes are."""
+        return Lease(
+            lease_id=self.lease_id,
+            request_id=self.request_id,
+            caller=self.caller,
+            spec=self.spec,
+            state=self.state,
+            generation=self.generation,
+            members=tuple(
+                member.frozen(reachable=reachable is None or member.place.node_id in reachable)
+                for member in self.members
+            ),
+            ttl_s=self.ttl_s,
+            process=self.process,
+            wait_s=self.wait_s,
+            create_unix_s=self.create_unix_s,
+            grant_unix_s=self.grant_unix_s,
+            end_unix_s=self.end_unix_s,
+            ending_as=self.ending_as,
+            position=position,
+            explanation=self.explanation,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class DeviceEntry:
+    """What the node said last about a device.
+
+    ``present``: in the node's latest inventory. ``confirmed``: reported in this
+    term, so that ``clean`` is fresh.
+    """
+
+    present: bool = True
+    confirmed: bool = False
+    clean: bool = False
+    failed: bool = False
+    strays: tuple[StrayProcess, ...] = ()
+    reason: str = ""
+
+    @property
+    def offered(self) -> bool:
+        """May be granted, as far as the node's own words go."""
+        return self.present and self.confirmed and self.clean and not self.failed
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeEntry:
+    """A node. ``connection`` None: not connected in this term, or cut off."""
+
+    node_id: NodeId
+    boot_id: str
+    agent_version: str
+    agent_instance_id: str
+    inventory: NodeInventory
+    connection: ConnectionId | None = None
+    last_seen_unix_s: float = 0.0
+    revision: int = 0
+    accepted_revision: int = 0
+    devices: dict[DeviceUuid, DeviceEntry] = field(default_factory=dict[DeviceUuid, DeviceEntry])
+    members: dict[AssignmentKey, MemberEntry] = field(
+        default_factory=dict[AssignmentKey, MemberEntry]
+    )
+    held_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])

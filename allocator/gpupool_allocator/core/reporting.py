@@ -1,0 +1,242 @@
+"""What connected nodes say: assignments, devices, holders."""
+
+from collections.abc import Iterable
+
+from gpupool.model.assignment import (
+    AssignmentReport,
+    AssignmentState,
+    DeviceReport,
+    FaultReport,
+    HolderEnd,
+)
+from gpupool.model.ids import DeviceUuid, NodeId
+from gpupool.model.lease import Explanation, LeaseState, MemberState, Place
+from gpupool.model.request import OnFailure
+from gpupool_allocator.core.books import BookingError
+from gpupool_allocator.core.clocks import ClockKind
+from gpupool_allocator.core.ending import begin_end, member_ended
+from gpupool_allocator.core.entries import LeaseEntry, MemberEntry, NodeEntry
+from gpupool_allocator.core.granting import place_on_node, place_text, replan_member
+from gpupool_allocator.core.state import State
+from gpupool_allocator.core.unclaimed import book_unclaimed, forget_unclaimed, keep_unclaimed
+
+
+def take_assignment_reports(
+    state: State,
+    node: NodeEntry,
+    reports: Iterable[AssignmentReport],
+    *,
+    complete: bool,
+    now: float = 0.0,
+) -> None:
+    """Takes in what a node says of its assignments; ``complete``: it named all of them."""
+    for report in reports:
+        member = node.members.get(report.key)
+        if member is not None and member.token == report.token:
+            _take_report(state, state.leases[report.key.lease_id], member, report, now)
+        elif report.key in state.unclaimed:
+            if report.state is AssignmentState.ENDED:
+                forget_unclaimed(state, state.unclaimed[report.key], "the node ended it")
+        elif complete and report.key.lease_id not in state.leases:
+            if report.state is not AssignmentState.ENDED:
+                keep_unclaimed(state, node, report)
+        # Anything else speaks of an older place: the next desired state ends it there.
+
+
+def _take_report(
+    state: State, lease: LeaseEntry, member: MemberEntry, report: AssignmentReport, now: float
+) -> None:
+    member.seen = True
+    match report.state:
+        case AssignmentState.PREPARED:
+            _member_prepared(state, lease, member, report.environment)
+        case AssignmentState.FAILED:
+            _member_refused(state, lease, member, report.reason, now)
+        case AssignmentState.ENDED:
+            if member.state is MemberState.ENDING:
+                member_ended(state, lease, member)
+            else:
+                _member_lost(state, lease, member, report.reason or "its node ended it")
+        case AssignmentState.PREPARING | AssignmentState.ENDING:
+            pass
+
+
+def _member_prepared(
+    state: State, lease: LeaseEntry, member: MemberEntry, environment: dict[str, str]
+) -> None:
+    if member.state is MemberState.ENDING:
+        return
+    news = member.environment != environment or member.state is not MemberState.READY
+    member.environment = environment
+    member.state = MemberState.READY
+    ready = all(other.state is MemberState.READY for other in lease.members)
+    if lease.state is LeaseState.GRANTED and ready:
+        lease.state = LeaseState.ACTIVE
+        state.out.record("lease.active", lease.lease_id, "every node has prepared")
+        state.lease_changed(lease, tell=True)
+    elif news and ready:
+        state.told[lease.lease_id] = None
+
+
+def _member_refused(
+    state: State, lease: LeaseEntry, member: MemberEntry, reason: str, now: float
+) -> None:
+    """The node could not prepare the member, and has nothing of it.
+
+    The member gets another place, a bounded number of times and never again the
+    node that refused it: the refusal is news about that node, not bad luck.
+    """
+    if member.state is MemberState.ENDING:
+        member_ended(state, lease, member)
+        return
+    node_id = member.place.node_id
+    state.out.record(
+        "member.refused", lease.lease_id, reason, {"rank": str(member.rank), "node_id": node_id}
+    )
+    lease.excluded.add(node_id)
+    lease.prepare_failures += 1
+    cause = f"node {node_id} could not prepare it: {reason}"
+    if lease.prepare_failures >= state.settings.prepare_attempts:
+        begin_end(state, lease, LeaseState.FAILED, f"{cause} (attempt {lease.prepare_failures})")
+        member_ended(state, lease, member)
+        return
+    key = lease.key(member)
+    state.books.unbook(key)
+    state.nodes[node_id].members.pop(key)
+    state.node_changed(node_id)
+    state.node_freed(node_id)
+    book_unclaimed(state, node_id)
+    found = replan_member(state, lease, member, now)
+    if isinstance(found, Place) and _take_new_place(state, lease, member, found):
+        return
+    why = "the books refused it" if isinstance(found, Place) else found.explanation.summary
+    member.state = MemberState.ENDED
+    begin_end(state, lease, LeaseState.FAILED, f"{cause}; no other place: {why}")
+
+
+def _take_new_place(state: State, lease: LeaseEntry, member: MemberEntry, place: Place) -> bool:
+    try:
+        state.books.book(
+            lease.key(member), place, uid=lease.spec.uid, shared_trust=lease.spec.shared_trust
+        )
+    except BookingError as refused:
+        state.out.alarm("booking_refused", f"books refused a validated replacement: {refused}")
+        return False
+    member.place = place
+    member.token = state.next_token()
+    member.state = MemberState.PREPARING
+    member.seen = False
+    lease.generation += 1
+    place_on_node(state, lease, member)
+    state.out.record(
+        "member.replaced",
+        lease.lease_id,
+        "its node could not prepare it",
+        {f"member.{member.rank}": place_text(member)},
+    )
+    state.lease_changed(lease, tell=True)
+    return True
+
+
+def _member_lost(state: State, lease: LeaseEntry, member: MemberEntry, reason: str) -> None:
+    """A running member is gone from its node."""
+    if not lease.running:
+        return
+    if lease.spec.on_failure is OnFailure.WAIT:
+        # The node has buried the old token, so the member gets a new one.
+        member.state = MemberState.PREPARING
+        member.token = state.next_token()
+        member.seen = False
+        member.environment = None
+        lease.generation += 1
+        state.node_changed(member.place.node_id)
+        state.out.record("member.preparing", lease.lease_id, reason, {"rank": str(member.rank)})
+        state.lease_changed(lease, tell=True)
+        return
+    begin_end(state, lease, LeaseState.FAILED, f"member {member.rank}: {reason}")
+    member_ended(state, lease, member)
+
+
+def take_device_reports(state: State, node: NodeEntry, reports: Iterable[DeviceReport]) -> None:
+    """Takes in the state of devices: clean, failed, strays."""
+    for report in reports:
+        entry = node.devices.get(report.uuid)
+        if entry is None:
+            continue  # reported before its inventory; the full state follows with it
+        was_offered, had_failed = entry.offered, entry.failed
+        named = {stray.pid for stray in entry.strays}
+        entry.confirmed = True
+        entry.clean = report.clean
+        entry.failed = report.failed
+        entry.strays = report.strays
+        entry.reason = report.reason
+        for stray in report.strays:
+            if stray.pid not in named:
+                state.out.record(
+                    "device.stray",
+                    report.uuid,
+                    "a process that belongs to no lease is on it",
+                    {"pid": str(stray.pid), "user": stray.user, "command": stray.command},
+                )
+        if entry.offered != was_offered:
+            state.books.offer_device(report.uuid, entry.offered)
+        if entry.offered and not was_offered:
+            state.node_freed(node.node_id)
+        if report.failed != had_failed:
+            kind = "device.failed" if report.failed else "device.recovered"
+            state.out.record(kind, report.uuid, report.reason or "reported by its node")
+        if report.failed and not had_failed:
+            device_lost(state, report.uuid, report.reason or "the driver has lost it")
+
+
+def device_lost(state: State, uuid: DeviceUuid, reason: str) -> None:
+    """Applies each lease's policy to the loss of a device."""
+    for key in state.books.keys_on(uuid):
+        lease = state.leases.get(key.lease_id)
+        if lease is None or not lease.running:
+            continue
+        if lease.spec.on_failure is OnFailure.WAIT:
+            lease.generation += 1
+            lease.explanation = Explanation(summary=f"device {uuid}: {reason}")
+            state.lease_changed(lease, tell=True)
+        else:
+            begin_end(state, lease, LeaseState.FAILED, f"device {uuid}: {reason}")
+
+
+def take_faults(state: State, node: NodeEntry, reports: Iterable[FaultReport]) -> None:
+    """Puts what an agent found wrong into the history."""
+    for fault in reports:
+        state.out.record(
+            "fault.opened" if fault.open else "fault.closed",
+            fault.device_uuid or node.node_id,
+            fault.evidence,
+            {"code": fault.code, "node_id": node.node_id},
+        )
+
+
+def take_holder_ends(state: State, node_id: NodeId, ends: Iterable[HolderEnd]) -> None:
+    """Ends the leases of holding processes that are gone."""
+    for end in ends:
+        lease = state.leases.get(end.lease_id)
+        held_here = (
+            lease is not None
+            and lease.process is not None
+            and lease.process.node_id == node_id
+            and lease.process.pid == end.pid
+        )
+        if lease is not None and held_here:
+            begin_end(
+                state,
+                lease,
+                LeaseState.RELEASED if end.reason == "exited" else LeaseState.EXPIRED,
+                f"its holder, process {end.pid} on node {node_id}, is gone: {end.reason}",
+            )
+
+
+def renew(state: State, lease: LeaseEntry, now: float) -> bool:
+    """Moves a TTL lease's deadline; False for a lease that cannot be renewed."""
+    if lease.ended or lease.state is LeaseState.RELEASING:
+        return False
+    if lease.ttl_s is not None:
+        state.clocks.set(lease.lease_id, ClockKind.HOLDER, now + lease.ttl_s)
+    return True

@@ -1,0 +1,115 @@
+"""Serving the queue: who is tried when something became available, and the head's places.
+
+Only changes that can matter wake a request: it is tried again when a node on which
+something became available could let it in. The first request that fits an idle pool
+but not this one gets a hold on the nodes where it will fit soonest, so that a stream
+of smaller requests cannot starve it.
+"""
+
+from math import inf
+
+from gpupool.model.ids import LeaseId, NodeId
+from gpupool_allocator.core.clocks import ClockKind
+from gpupool_allocator.core.entries import LeaseEntry
+from gpupool_allocator.core.granting import Granted, passes, try_grant
+from gpupool_allocator.core.placement import may_fit_now, soonest
+from gpupool_allocator.core.state import State
+
+HEADS_TRIED_MAX = 8
+"""Waiting requests that are asked for a reservation until one can have one."""
+
+TOLD_MAX = 100
+"""Waiting requests whose listeners hear of a new position."""
+
+ROUNDS_MAX = 4
+"""Rounds of one event: places that the head gives up may suit others, and so on."""
+
+RESERVATION = "reservation"
+
+
+def serve(state: State, now: float) -> None:
+    """Tries waiting requests on what became available, in the queue's order."""
+    if not len(state.queue):
+        _reserve(state, None, (), inf)
+        state.freed = {}
+        state.queue_changed = False
+        return
+    if state.read_only:
+        return
+    left_queue = state.queue_changed
+    state.queue_changed = False
+    for _ in range(ROUNDS_MAX):
+        freed, state.freed = list(state.freed), {}
+        left_queue = _one_pass(state, freed, now) or left_queue
+        if left_queue or state.reserved_for is None:
+            _choose_reservation(state, now)
+        if not state.freed:
+            break
+    if left_queue:
+        for lease_id, _ in zip(state.queue, range(TOLD_MAX), strict=False):
+            state.told[lease_id] = None
+
+
+def _one_pass(state: State, freed: list[NodeId], now: float) -> bool:
+    """Tries every waiting request once; True when one left the queue."""
+    granted = False
+    for lease_id in list(state.queue):
+        lease = state.leases[lease_id]
+        through = passes(state, lease.spec, lease_id, now)
+        if not may_fit_now(state.books, lease.spec, freed, through):
+            continue
+        found = try_grant(state, lease, now)
+        if isinstance(found, Granted):
+            state.queue.remove(lease_id)
+            granted = True
+            if lease_id == state.reserved_for:
+                _reserve(state, None, (), inf)
+        elif found.explanation != lease.explanation:
+            lease.explanation = found.explanation
+            state.told[lease_id] = None
+    return granted
+
+
+def refresh_reservation(state: State, now: float) -> None:
+    """Chooses the head's places anew: what ends when has changed."""
+    if len(state.queue) and not state.read_only:
+        _choose_reservation(state, now)
+
+
+def _choose_reservation(state: State, now: float) -> None:
+    def ends(lease_id: LeaseId) -> float:
+        known = state.clocks.get(lease_id, ClockKind.END)
+        return inf if known is None else known
+
+    for lease_id, _ in zip(state.queue, range(HEADS_TRIED_MAX), strict=False):
+        head = state.leases[lease_id]
+        through = passes(state, head.spec, lease_id, now)
+        at, nodes = soonest(state.books, head.spec, ends, now, through)
+        if nodes:
+            _reserve(state, head, nodes, at)
+            state.clocks.set(RESERVATION, ClockKind.RESERVATION, now + state.settings.reservation_s)
+            return
+    _reserve(state, None, (), inf)
+
+
+def _reserve(
+    state: State, head: LeaseEntry | None, nodes: tuple[NodeId, ...], until: float
+) -> None:
+    """Keeps these nodes for the head, and lets the others see those given up."""
+    wanted = dict.fromkeys(nodes)
+    new_head = head.lease_id if head is not None else None
+    state.reserved_until = until
+    if wanted.keys() == state.reserved.keys() and new_head == state.reserved_for:
+        return
+    touched = dict.fromkeys([*state.reserved, *wanted])
+    given_up = [node_id for node_id in state.reserved if node_id not in wanted]
+    if new_head != state.reserved_for:
+        if state.reserved_for is not None:
+            state.out.record("hold.removed", f"queue:{state.reserved_for}", "no longer needed")
+        if new_head is not None:
+            state.out.record("hold.added", f"queue:{new_head}", "places for the head of the queue")
+    state.reserved, state.reserved_for = wanted, new_head
+    for node_id in touched:
+        state.apply_holds(node_id)
+    for node_id in given_up:
+        state.node_freed(node_id)

@@ -1,0 +1,66 @@
+"""Assignments that nodes run and the pool does not know.
+
+After an operator restored an old copy of the store, nodes may run work that the
+copy has never heard of. It is kept, shown, and ended only by an operator; what it
+stands on is booked so that nobody else gets it.
+"""
+
+from gpupool.model.assignment import AssignmentReport
+from gpupool.model.ids import NodeId
+from gpupool_allocator.core.books import BookingError
+from gpupool_allocator.core.effects import Delete, Put, UnclaimedRecord
+from gpupool_allocator.core.entries import NodeEntry
+from gpupool_allocator.core.state import State
+
+
+def keep_unclaimed(state: State, node: NodeEntry, report: AssignmentReport) -> None:
+    """Takes in an assignment that the pool does not know."""
+    if report.key in state.unclaimed or report.place is None:
+        return
+    record = UnclaimedRecord(node_id=node.node_id, report=report)
+    state.unclaimed[report.key] = record
+    state.out.put("unclaimed", _key(record), Put(record=record))
+    state.out.record(
+        "assignment.unclaimed",
+        node.node_id,
+        "the node runs a lease that the store does not know",
+        {"lease_id": report.key.lease_id, "rank": str(report.key.rank)},
+    )
+    book_unclaimed(state, node.node_id)
+
+
+def book_unclaimed(state: State, node_id: NodeId) -> None:
+    """Books unclaimed assignments of a node, as soon as nothing of the book overlaps them."""
+    if not state.unclaimed:
+        return
+    for key, record in state.unclaimed.items():
+        place = record.report.place
+        if record.node_id != node_id or place is None or state.books.place_of(key) is not None:
+            continue
+        try:
+            state.books.book(key, place, uid=record.report.uid)
+        except BookingError as overlap:
+            # The lease that the old copy has on these devices holds them for now. Its
+            # node refuses its older token, so it fails and makes room.
+            state.out.record("assignment.overlaps", node_id, str(overlap))
+
+
+def forget_unclaimed(state: State, record: UnclaimedRecord, cause: str) -> None:
+    """The assignment is gone from its node."""
+    key = record.report.key
+    del state.unclaimed[key]
+    if state.books.place_of(key) is not None:
+        state.books.unbook(key)
+    state.node_freed(record.node_id)
+    state.out.put("unclaimed", _key(record), Delete(record=record))
+    state.out.record(
+        "assignment.gone",
+        record.node_id,
+        cause,
+        {"lease_id": key.lease_id, "rank": str(key.rank)},
+    )
+
+
+def _key(record: UnclaimedRecord) -> str:
+    key = record.report.key
+    return f"{record.node_id}/{key.lease_id}/{key.rank}"
