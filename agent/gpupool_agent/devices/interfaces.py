@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import grpc.aio
+
 from gpupool.model.assignment import AssignmentKey, DeviceTelemetry
 from gpupool.model.ids import DeviceUuid
 from gpupool.model.inventory import Hca
-
 from gpupool_agent.core.readings import DeviceUsage, DriverInventory
 
 

@@ -1,0 +1,264 @@
+"""The node machine: what shall be, what is, and the steps from one to the other.
+
+One way in, one way out: ``effects = node.handle(event, now)``. It does no I/O, reads
+no clock and makes no ids; ``now`` is monotonic seconds of this boot. The shell
+performs the effects in their order, and answers those that ask for an answer.
+SaveCheckpoint comes before everything that must not be forgotten once it is done.
+
+The parts: ``fence`` (whose orders count), ``book`` (the assignments), ``devices``
+(the GPUs), ``holders`` (the processes that hold leases), ``clock`` (how long to go
+on alone) and ``reporting`` (what the allocator hears).
+"""
+
+from typing import assert_never
+
+from gpupool.model.assignment import AssignmentState, DesiredState, Hello, Report
+from gpupool.model.ids import NodeId
+from gpupool.model.inventory import Hca, NodeInventory
+from gpupool_agent.core.book import Book
+from gpupool_agent.core.clock import NodeClock
+from gpupool_agent.core.devices import Devices
+from gpupool_agent.core.environment import lease_environment
+from gpupool_agent.core.events import (
+    Checkpoint,
+    CloseConnection,
+    Connected,
+    DesiredArrived,
+    Disconnected,
+    DriverSilent,
+    HcasRead,
+    HolderEnded,
+    InventoryRead,
+    Log,
+    NodeEffect,
+    NodeEvent,
+    SaveCheckpoint,
+    SendReport,
+    StepDone,
+    StepFailed,
+    TimePassed,
+    UsageRead,
+    WatchHolder,
+)
+from gpupool_agent.core.fence import TOMBSTONES_MAX, Fence
+from gpupool_agent.core.holders import Holders
+from gpupool_agent.core.reporting import Faults, Outbox
+
+DRIVER_FAULTS = ("nvml_hang", "driver_unavailable")
+PROTOCOL_REVISIONS = (1,)
+
+
+class Node:
+    """Everything that an agent knows and decides.
+
+    ``host`` is the inventory without devices and adapters. ``checkpoint`` None: the
+    agent has never run here.
+    """
+
+    def __init__(
+        self,
+        *,
+        node_id: NodeId,
+        boot_id: str,
+        host: NodeInventory,
+        checkpoint: Checkpoint | None,
+        now: float,
+    ) -> None:
+        old = checkpoint or Checkpoint(boot_id=boot_id)
+        same_boot = old.boot_id == boot_id
+        self._node_id = node_id
+        self._boot_id = boot_id
+        self._host = host
+        self._hcas: tuple[Hca, ...] = ()
+        self._driver_version = ""
+        self._now = now
+        self._connected = False
+        self._changed = not same_boot
+        self._inventory = host
+        self._fence = Fence(
+            epoch=old.epoch, revision=old.revision, floors=old.floors, tombstones=old.tombstones
+        )
+        self._devices = Devices()
+        self._book = Book(self._fence, self._devices)
+        self._holders = Holders(node_id)
+        self._faults = Faults()
+        lost_s = old.contact_lost_s if same_boot and old.contact_lost_s is not None else now
+        self._clock = NodeClock(min(lost_s, now))
+        if same_boot:
+            self._book.adopt(old.entries, now)
+            self._holders.watched = {watch.lease_id: watch for watch in old.holders}
+        else:
+            self._book.forget_over_reboot(old.entries)
+            self._holders.end_all(old.holders, "reboot")
+        self._outbox = Outbox(self._book, self._devices, self._holders, self._faults)
+
+    def start(self, now: float) -> list[NodeEffect]:
+        """What to do first: once, before any event."""
+        watches: list[NodeEffect] = [
+            WatchHolder(watch=watch) for watch in self._holders.watched.values()
+        ]
+        return self._settled(watches, now)
+
+    def handle(self, event: NodeEvent, now: float) -> list[NodeEffect]:
+        """Take in an event; what to do about it, in order."""
+        return self._settled(self._take(event, now), now)
+
+    def next_deadline(self) -> float | None:
+        """When TimePassed is due; None: nothing is waited for."""
+        times = [*self._book.deadlines(), *self._clock.deadlines(self._book, self._now)]
+        forget_s = self._devices.next_forget_s(self._book.in_use())
+        if forget_s is not None:
+            times.append(forget_s)
+        return min(times, default=None)
+
+    def hello(self, *, agent_version: str, agent_instance_id: str) -> Hello:
+        """How the agent introduces itself, with what runs here."""
+        return Hello(
+            node_id=self._node_id,
+            boot_id=self._boot_id,
+            agent_version=agent_version,
+            agent_instance_id=agent_instance_id,
+            protocol_revisions=PROTOCOL_REVISIONS,
+            inventory=self._inventory,
+            assignments=tuple(
+                kept.report(with_place=True)
+                for kept in self._book.kept.values()
+                if kept.state is not AssignmentState.ENDED
+            ),
+            devices=tuple(self._outbox.devices_now().values()),
+            highest_epoch=self._fence.epoch,
+        )
+
+    def heartbeat(self) -> Report:
+        """Says that the node and these holders live; changes nothing."""
+        return Report(alive_holders=self._holders.alive(), accepted_revision=self._fence.revision)
+
+    def _take(self, event: NodeEvent, now: float) -> list[NodeEffect]:
+        match event:
+            case Connected():
+                return self._connect(event)
+            case Disconnected():
+                self._connected = False
+                self._changed |= self._clock.lose(now)
+            case DesiredArrived():
+                return self._desire(event.desired, now)
+            case InventoryRead():
+                self._enumerate(event, now)
+            case HcasRead():
+                self._hcas = event.hcas
+            case UsageRead():
+                self._devices.read(event.devices, event.started_s)
+                self._hear_driver(event.unix_s)
+            case DriverSilent():
+                self._devices.silent = event.reason
+                self._faults.raise_(event.code, None, event.reason, event.unix_s)
+            case StepDone():
+                self._finish(event, now)
+            case StepFailed():
+                self._book.step_failed((event.key, event.token), event.reason, now)
+            case HolderEnded():
+                self._changed |= self._holders.end(event.watch, event.reason)
+            case TimePassed():
+                pass
+            case _:
+                assert_never(event)
+        return []
+
+    def _connect(self, event: Connected) -> list[NodeEffect]:
+        refusal = self._fence.refuse_welcome(event.welcome.epoch)
+        if refusal:
+            return [
+                Log(event="allocator.refused", details={"reason": refusal}),
+                CloseConnection(reason=refusal),
+            ]
+        self._connected = True
+        self._changed |= self._clock.contact()
+        self._changed |= self._fence.enter(event.welcome.epoch)
+        return [SendReport(report=self._outbox.full(self._inventory, self._fence.revision))]
+
+    def _desire(self, desired: DesiredState, now: float) -> list[NodeEffect]:
+        refusal = self._fence.refuse_desired(desired)
+        if refusal:
+            return [Log(event="desired_state.refused", details={"reason": refusal})]
+        self._changed |= self._fence.enter(desired.epoch)
+        if desired.revision > self._fence.revision:
+            self._fence.revision = desired.revision
+            self._changed = True
+        before = dict(self._holders.watched)
+        effects = self._book.apply(desired, now)
+        effects += self._holders.apply(desired.holders)
+        self._changed |= before != self._holders.watched
+        return effects
+
+    def _enumerate(self, event: InventoryRead, now: float) -> None:
+        self._devices.enumerate(event.inventory, now)
+        self._driver_version = event.inventory.driver_version
+        self._hear_driver(event.unix_s)
+        if event.inventory.unreadable:
+            evidence = "; ".join(event.inventory.unreadable)
+            self._faults.raise_("gpu_unreadable", None, evidence, event.unix_s)
+        else:
+            self._faults.close("gpu_unreadable", None, event.unix_s)
+
+    def _hear_driver(self, unix_s: float) -> None:
+        for code in DRIVER_FAULTS:
+            self._faults.close(code, None, unix_s)
+        self._faults.update(self._devices, unix_s)
+
+    def _finish(self, event: StepDone, now: float) -> None:
+        kept = self._book.kept.get((event.key, event.token))
+        environment: dict[str, str] = {}
+        if kept is not None and kept.state is AssignmentState.PREPARING:
+            environment = lease_environment(
+                kept.assignment,
+                devices=self._inventory.devices,
+                hcas=self._hcas,
+                mps=event.environment,
+            )
+        self._book.step_done((event.key, event.token), environment, now)
+
+    def _settled(self, effects: list[NodeEffect], now: float) -> list[NodeEffect]:
+        """Take every step that is due, and put the checkpoint before and the news after."""
+        self._now = now
+        pids = self._holders.pids()
+        effects = [*effects, *self._clock.settle(self._book, now, pids)]
+        effects += self._book.settle(now, pids)
+        self._devices.forget_absent(now, self._book.in_use())
+        self._inventory = NodeInventory(
+            devices=tuple(known.device for known in self._devices.known.values()),
+            hcas=self._hcas,
+            cpu_milli=self._host.cpu_milli,
+            host_memory_mib=self._host.host_memory_mib,
+            labels=self._host.labels,
+            simulated=self._host.simulated,
+            driver_version=self._driver_version,
+            hostname=self._host.hostname,
+        )
+        if self._connected:
+            report = self._outbox.delta(self._inventory, self._fence.revision)
+            if report is not None:
+                effects.append(SendReport(report=report))
+        if self._changed or self._book.changed:
+            self._changed = self._book.changed = False
+            effects.insert(0, SaveCheckpoint(checkpoint=self.checkpoint()))
+        return effects
+
+    def checkpoint(self) -> Checkpoint:
+        """What must survive a restart of the agent."""
+        return Checkpoint(
+            boot_id=self._boot_id,
+            epoch=self._fence.epoch,
+            revision=self._fence.revision,
+            contact_lost_s=self._clock.lost_s,
+            entries=self._book.entries(),
+            holders=tuple(self._holders.watched.values()),
+            floors=self._fence.floors(),
+            tombstones=self._fence.tombstones(),
+        )
+
+    def check(self) -> None:
+        """Assert everything that must hold between two events."""
+        self._book.check()
+        assert not set(self._holders.watched) & set(self._holders.ended)
+        assert len(self._fence.tombstones()) <= TOMBSTONES_MAX
+        assert not (self._connected and self._clock.lost_s is not None)
