@@ -1,0 +1,327 @@
+"""A pool on this machine, with simulated hosts; scripts/demo sets up and starts it.
+
+Every step shows what a user would see and then verifies it by reading the pool's own
+JSON, so that with --check the same script is a test. All state is in .demo/, all
+addresses are loopback, and everything started here is ended here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from demo_programs import BIN, DemoError, Program, Programs, until
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# kind:name[,parameter]; what each kind is, is data of the simulation.
+NODES = (
+    "dgx-h100:h100-01",
+    "dgx-h100:h100-02",
+    "gb200-tray:tray-01,domain=rack-a",
+    "gb200-tray:tray-02,domain=rack-a",
+    "gb200-tray:tray-03,domain=rack-a",
+    "gb200-tray:tray-04,domain=rack-a",
+    "pcie-l40s:l40s-01",
+    "gb10:spark-01",
+)
+HOLDER_NODE = "l40s-01"
+HOLDER_MEMORY_MIB = 2000
+
+Row = dict[str, Any]
+
+
+class Demo:
+    """The pool, and one method for each step."""
+
+    def __init__(self, state: Path, sockets: Path) -> None:
+        self._state = state
+        self._sockets = sockets
+        self._step = 0
+        self._address = ""
+        logs = state / "logs"
+        logs.mkdir(parents=True)
+        # What the caller's shell says about another pool must not count here.
+        self._environment = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}
+        self._environment["PATH"] = f"{BIN}{os.pathsep}{self._environment.get('PATH', '')}"
+        self._programs = Programs(logs, self._environment)
+
+    def run(self) -> None:
+        """All steps, in order; DemoError at the first one that is not as it should be."""
+        self.start_allocator()
+        self.start_hosts()
+        self.show_pool()
+        slice_id = self.take("a tenth of a GPU", ["--gpus", "0.1"], gpus=1, share_pct=10)
+        whole_id = self.take("a whole GPU", ["--gpus", "1"], gpus=1, share_pct=100)
+        gang = ["--gpus", "4", "--replicas", "4", "--model", "GB200"]
+        gang_id = self.take("a gang of 16 GPUs, all or nothing", gang, gpus=16, share_pct=100)
+        self.run_under_a_lease()
+        self.kill_a_holder()
+        self.give_back([slice_id, whole_id, gang_id])
+
+    def start_allocator(self) -> None:
+        """Starts the allocator on an empty SQLite store and ports that are free."""
+        self.headline("start the allocator, on an SQLite store")
+        ready = self._state / "allocator.json"
+        allocator = self._programs.start(
+            "gpupool-allocator",
+            [
+                "gpupool-allocator",
+                *("--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"),
+                *("--state-dir", self._state / "allocator", "--ready-file", ready),
+            ],
+        )
+        ports = self._programs.ready(allocator, ready)
+        self._address = f"127.0.0.1:{ports['grpc']}"
+        self._environment["GPUPOOL_ADDRESS"] = self._address
+        self.verified(f"it serves gRPC on {self._address}, HTTP on 127.0.0.1:{ports['http']}")
+
+    def start_hosts(self) -> None:
+        """Starts one process that plays all the hosts, each with a real agent."""
+        self.headline("start eight simulated hosts, each with its own agent")
+        ready = self._state / "hosts.json"
+        hosts = self._programs.start(
+            "simulated-hosts",
+            [
+                *("python", "-m", "gpupool_agent.simulated", "--allocator", self._address),
+                *("--control", self._sockets / "control", "--local-socket-dir", self._sockets),
+                *("--ready-file", ready),
+                *[word for node in NODES for word in ("--node", node)],
+            ],
+        )
+        self._programs.ready(hosts, ready)
+
+        def all_offered() -> bool:
+            nodes, devices = self.rows("nodes"), self.rows("gpus")
+            connected = [n for n in nodes if n["state"] == "NODE_STATE_CONNECTED"]
+            return len(connected) == len(NODES) and all(
+                d["state"] == "DEVICE_STATE_FREE" for d in devices
+            )
+
+        until("every host connected and every GPU confirmed clean", all_offered)
+        self.verified(f"{len(NODES)} hosts are connected, every GPU is confirmed clean")
+
+    def show_pool(self) -> None:
+        """Shows hosts and GPUs."""
+        self.headline("look at the pool")
+        self.show("gpupool", "nodes")
+        self.show("gpupool", "gpus")
+
+    def take(self, what: str, flags: Sequence[str], *, gpus: int, share_pct: int) -> str:
+        """Takes a lease and checks what it holds; returns its id."""
+        self.headline(f"take {what}")
+        before = {row["lease_id"] for row in self.rows("lease", "list")}
+        self.show("gpupool", "lease", "create", *flags, "--ttl", "1h")
+        (lease,) = [r for r in self.rows("lease", "list") if r["lease_id"] not in before]
+        shares = [d for member in lease["members"] for d in member["place"]["devices"]]
+        self.expect(lease["state"] == "LEASE_STATE_ACTIVE", f"the lease is {lease['state']}")
+        self.expect(len(shares) == gpus, f"it holds {len(shares)} GPUs, not {gpus}")
+        self.expect(
+            all(share["share_pct"] == share_pct for share in shares),
+            f"its shares are not {share_pct} %",
+        )
+        places = {member["place"]["node_id"] for member in lease["members"]}
+        lease_id = str(lease["lease_id"])
+        self.verified(f"{lease_id} is active on {', '.join(sorted(places))}")
+        return lease_id
+
+    def run_under_a_lease(self) -> None:
+        """Runs a command under a lease of its own and shows its environment."""
+        self.headline("run a command under a lease, and see its environment")
+        command = ["sh", "-c", "env | grep -E '^(CUDA|NCCL|GPUPOOL)_' | sort"]
+        shown = self.show("gpupool", "run", "--gpus", "0.1", "--", *command)
+        self.expect("CUDA_VISIBLE_DEVICES=GPU-" in shown, "CUDA_VISIBLE_DEVICES names no GPU")
+        self.expect("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=" in shown, "no MPS limit is set")
+        self.expect("GPUPOOL_LEASE_ID=" in shown, "the lease is not named")
+        self.verified("the command saw its part of one GPU; its lease ended with it")
+
+    def kill_a_holder(self) -> None:
+        """Ends a holder with kill -9; nobody renews anything, and the GPU comes back."""
+        self.headline("end a holder with kill -9 and see its GPU come back")
+        holder = self.start_holder()
+        device = until("the holder's memory to show on its GPU", self.device_in_use)
+        used = device["telemetry"]["used_memory_mib"]
+        uuid = device["device"]["uuid"]
+        self.verified(f"process {holder.process.pid} holds {uuid}, {used} MiB in use")
+        print(f"$ kill -9 {holder.process.pid}")
+        killed = time.monotonic()
+        os.killpg(holder.process.pid, signal.SIGKILL)
+        holder.process.wait()
+        self._programs.forget(holder)
+
+        def free_again() -> bool:
+            (row,) = [r for r in self.rows("gpus") if r["device"]["uuid"] == uuid]
+            return bool(row["state"] == "DEVICE_STATE_FREE")
+
+        until(f"{uuid} to be free again", free_again)
+        self.verified(f"confirmed clean and free again after {time.monotonic() - killed:.1f} s")
+
+    def start_holder(self) -> Program:
+        """Starts a stand-in for a CUDA program under ``gpupool run``, through the agent."""
+        socket = self._sockets / f"{HOLDER_NODE}.sock"
+        client = ["python", "-m", "gpupool_agent.simulated.cuda_client"]
+        command = ["gpupool", "--address", f"unix:{socket}", "run", "--gpus", "1", "--"]
+        command += [*client, "--memory-mib", str(HOLDER_MEMORY_MIB), "--seconds", "600"]
+        print(f"$ {' '.join(command)} &")
+        return self._programs.start("holder", command)
+
+    def device_in_use(self) -> Row | None:
+        """The GPU on which the holder's memory has shown up."""
+        self._programs.check_alive()
+        for row in self.rows("gpus"):
+            used = int(row.get("telemetry", {}).get("used_memory_mib", 0))
+            if row["node_id"] == HOLDER_NODE and row["lease_ids"] and used >= HOLDER_MEMORY_MIB:
+                return row
+        return None
+
+    def give_back(self, lease_ids: Sequence[str]) -> None:
+        """Releases what is left and checks that the pool is as it was."""
+        self.headline("give everything back")
+        for lease_id in lease_ids:
+            self.show("gpupool", "lease", "release", lease_id)
+        until(
+            "every GPU to be free",
+            lambda: all(row["state"] == "DEVICE_STATE_FREE" for row in self.rows("gpus")),
+        )
+        self.expect(self.rows("lease", "list") == [], "a lease is left")
+        self.verified("no lease is left and every GPU is free")
+
+    def invite(self) -> None:
+        """Says what can be tried, and waits for Ctrl-C."""
+        socket = self._sockets / "h100-01.sock"
+        control = self._sockets / "control"
+        print(
+            f"\nThe pool stays up until Ctrl-C. In another terminal, try:\n\n"
+            f"  export PATH={BIN}:$PATH GPUPOOL_ADDRESS={self._address}\n"
+            f"  gpupool top\n"
+            f"  gpupool explain --gpus 9\n"
+            f"  gpupool --address unix:{socket} run --gpus 0.5 -- bash\n"
+            f"  gpupool events --follow\n"
+            f"  python -m gpupool_agent.simulated.inject --control {control} h100-01 gpu-lost 3\n"
+            f"\nLogs are in {self._state / 'logs'}.",
+            flush=True,
+        )
+        while True:
+            self._programs.check_alive()
+            time.sleep(1)
+
+    def stop(self) -> None:
+        """Ends everything that was started, the last first."""
+        killed = self._programs.stop()
+        if killed:
+            raise DemoError(f"had to be killed: {', '.join(killed)}")
+
+    def rows(self, *words: str) -> list[Row]:
+        """A listing as JSON."""
+        listed = self.call("gpupool", *words, "-o", "json")
+        rows: list[Row] = json.loads(listed.stdout)
+        return rows
+
+    def show(self, *command: str) -> str:
+        """Runs a command and prints it with its output, as a user would see it."""
+        print(f"$ {' '.join(quoted(word) for word in command)}", flush=True)
+        output = self.call(*command).stdout
+        print(output, end="", flush=True)
+        return output
+
+    def call(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command of ours; DemoError unless it exits 0."""
+        done = subprocess.run(
+            [str(BIN / command[0]), *command[1:]],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        if done.returncode != 0:
+            self._programs.check_alive()
+            raise DemoError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr.strip()}")
+        return done
+
+    def headline(self, text: str) -> None:
+        """Opens the next step."""
+        self._step += 1
+        print(f"\n--- {self._step}. {text}", flush=True)
+
+    def verified(self, text: str) -> None:
+        """Says what was just seen to be true."""
+        print(f"ok: {text}", flush=True)
+
+    def expect(self, truth: bool, otherwise: str) -> None:
+        """DemoError unless it is so."""
+        if not truth:
+            raise DemoError(otherwise)
+
+
+def quoted(word: str) -> str:
+    """A word as one would type it."""
+    return f'"{word}"' if " " in word else word
+
+
+@contextmanager
+def folders(state: Path) -> Iterator[tuple[Path, Path]]:
+    """An empty state folder of our own, and a short one for sockets."""
+    state.mkdir(parents=True, exist_ok=True)
+    with (state / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DemoError(f"another demo runs in {state}; stop it, or use --state DIR") from None
+        for old in state.iterdir():
+            if old.is_dir():
+                shutil.rmtree(old)
+            elif old.name != "lock":
+                old.unlink()
+        # A socket's path has room for 107 characters; a checkout may lie deep.
+        with tempfile.TemporaryDirectory(prefix="gpupool-demo-") as sockets:
+            yield state, Path(sockets)
+
+
+def main() -> int:
+    """Runs the demo; with --check stops after the last step."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/demo", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--check", action="store_true", help="unattended: stop after the last step")
+    parser.add_argument(
+        "--state", type=Path, default=ROOT / ".demo", help="where state and logs go"
+    )
+    options = parser.parse_args()
+    # kill of the demo ends the pool as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with folders(options.state.resolve()) as (state, sockets):
+            demo = Demo(state, sockets)
+            try:
+                demo.run()
+                if not options.check:
+                    demo.invite()
+            finally:
+                print("\nstopping everything", flush=True)
+                demo.stop()
+    except DemoError as error:
+        print(f"\nFAILED: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+        return 130 if options.check else 0
+    print("everything was as it should be")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
