@@ -1,0 +1,106 @@
+"""Processes on the GPUs of a simulated node: one small file a process.
+
+A CUDA-client stand-in writes its file when it has got its memory and is listed
+for as long as it lives: the reader drops files whose process is gone or is
+another one with the same pid (start ticks differ), so that kill -9 needs no
+clean-up. A lock on the directory makes "is there room, then take it" one step.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PROCESSES_MAX = 4096
+"""Files that are read in one directory; a node has fewer processes than that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A process that holds ``memory_mib`` on each of its GPUs.
+
+    ``pipe`` is the MPS pipe directory that it came through, empty: unconfined.
+    """
+
+    pid: int
+    start_ticks: int
+    uid: int
+    uuids: tuple[str, ...]
+    memory_mib: int
+    pipe: str = ""
+
+
+def start_ticks_of(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command may hold spaces and brackets: fields count from the last bracket.
+    state, *rest = stat[stat.rindex(")") + 2 :].split()
+    return None if state in {"Z", "X"} else int(rest[18])
+
+
+class GpuProcesses:
+    """The processes of one node, in one directory that clients of any user may write."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def create(self) -> None:
+        """Make the directory."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        # As /tmp: holders run as their own users, and may remove only their own files.
+        self.directory.chmod(0o1777)
+
+    def list(self) -> list[GpuProcess]:
+        """Every living process, by pid. Files of dead ones are removed."""
+        living: list[GpuProcess] = []
+        for name in os.listdir(self.directory)[:PROCESSES_MAX]:  # noqa: PTH208 at rest it is empty: this is the cheapest look
+            if not name.isdecimal():
+                continue
+            path = self.directory / name
+            process = _read(path)
+            if process is None:
+                continue
+            if start_ticks_of(process.pid) == process.start_ticks:
+                living.append(process)
+            else:
+                with contextlib.suppress(FileNotFoundError, PermissionError):
+                    path.unlink()
+        return sorted(living, key=lambda process: process.pid)
+
+    def add(self, process: GpuProcess) -> None:
+        """List a process; atomic."""
+        path = self.directory / str(process.pid)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(json.dumps(asdict(process)))
+        temporary.replace(path)
+
+    def remove(self, pid: int) -> None:
+        """Drop a process; no error when it is not there."""
+        (self.directory / str(pid)).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Generator[None]:
+        """Keep other clients from taking memory meanwhile."""
+        descriptor = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _read(path: Path) -> GpuProcess | None:
+    """Read one file; None when its process has just removed it."""
+    try:
+        row: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    row["uuids"] = tuple(row["uuids"])
+    return GpuProcess(**row)
