@@ -19,6 +19,12 @@ OPERATIONS_MAX = 100
 COMMIT_BYTES_MAX = 1024 * 1024
 """Bytes of values in one commit; etcd's request limit is 1.5 MiB."""
 
+EPOCH_MAX = 2**62
+"""Highest epoch that a node may report; it leaves room to rise above it in 64 bits."""
+
+HISTORY_READ_MAX = 10_000
+"""Most events that one read of the history gives."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
@@ -43,6 +49,10 @@ class StoreError(Exception):
     """The store cannot go on. The outcome of the call is unknown: exit and restart."""
 
 
+class StoreUnusableError(StoreError):
+    """The store cannot be opened (corrupt, foreign, or newer): restarting does not help."""
+
+
 class StoreFullError(Exception):
     """The store refuses writes. Nothing of the commit was written."""
 
@@ -61,8 +71,8 @@ class Store(Protocol):
     def begin_term(self, *, above: int = 0) -> int:
         """Raises the stored epoch above itself and ``above``, durably; returns it.
 
-        Raises StoreFullError, StoreError. If the answer is lost, a later call only
-        gives a higher epoch.
+        ValueError unless 0 <= above <= EPOCH_MAX. Raises StoreFullError, StoreError.
+        If the answer is lost, a later call only gives a higher epoch.
         """
         ...
 
@@ -75,7 +85,9 @@ class Store(Protocol):
     ) -> None:
         """Writes all operations and appends all events, durably, or nothing.
 
-        At most OPERATIONS_MAX operations and COMMIT_BYTES_MAX bytes (ValueError).
+        At most OPERATIONS_MAX operations and COMMIT_BYTES_MAX bytes of values; of two
+        operations on one record the later counts. Events continue the history's
+        sequence without a gap. ValueError otherwise, and nothing was written.
         Raises EpochLostError, StoreFullError: nothing was written. StoreError: unknown.
         """
         ...
@@ -83,8 +95,10 @@ class Store(Protocol):
     def watch(self, after_revision: int) -> Iterator[StoredValue]:
         """Yields the changes after ``after_revision`` that there are, oldest first.
 
-        Deletions included. Returns when it has caught up; LookupError when the
-        changes after that revision are no longer kept.
+        Deletions included; of a record that changed several times only the last value
+        may come. All changes of one commit have one revision. Returns when it has
+        caught up; LookupError when the changes after that revision are no longer kept,
+        or the store never had it (a restored one): load anew.
         """
         ...
 
@@ -108,7 +122,11 @@ class History(Protocol):
     """Every state change with its cause: bounded, append-only."""
 
     def read(self, *, after_sequence: int, limit: int, subject: str = "") -> list[Event]:
-        """Events after a sequence number, oldest first, at most ``limit``."""
+        """Events after a sequence number, oldest first, at most ``limit``.
+
+        ValueError unless 0 <= after_sequence and 1 <= limit <= HISTORY_READ_MAX.
+        An empty ``subject`` means all.
+        """
         ...
 
     def bounds(self) -> tuple[int, int]:
