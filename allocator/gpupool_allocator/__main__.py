@@ -1,0 +1,123 @@
+"""The program ``gpupool-allocator``."""
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from gpupool import __version__
+from gpupool_allocator import logs
+from gpupool_allocator.daemon import Restart, serve
+from gpupool_allocator.engine import EngineStoppedError
+from gpupool_allocator.settings import FIELDS, AllocatorSettings, BadSettingError, load
+from gpupool_allocator.storage.records import RecordError
+from gpupool_allocator.storage.store import StoreError, StoreFullError, StoreLockedError
+
+EXIT_CANNOT_START = 1
+EXIT_CRASHED = 70
+"""The state in memory could not be trusted any more; a restart goes on from the store."""
+
+EXIT_BAD_SETTINGS = 78
+
+DESCRIPTION = "The allocator of gpupool: grants leases on the pool's GPUs."
+EXAMPLES = """\
+examples:
+  gpupool-allocator --state-dir /var/lib/gpupool
+  gpupool-allocator --config /etc/gpupool/allocator.toml --log-level debug
+  gpupool-allocator --grpc-address 127.0.0.1:0 --http-address 127.0.0.1:0 \\
+      --state-dir /tmp/pool --ready-file /tmp/pool/ready.json
+  GPUPOOL_ALLOCATOR_GRAIN_PCT=5 gpupool-allocator --check
+
+Settings are read from the file, then the environment (GPUPOOL_ALLOCATOR_<KEY>), then
+flags; the last one wins. A flag's key with '_' for '-' is its key in the file.
+
+exit codes:
+  0   stopped by SIGTERM or SIGINT
+  1   cannot start: port taken, store locked by another allocator, store unreadable
+  70  ended itself, to start anew from the store (a restart is safe)
+  78  a setting is not accepted
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    flags = {key: value for key in FIELDS if (value := getattr(arguments, key)) is not None}
+    try:
+        settings = load(arguments.config, os.environ, flags)
+    except BadSettingError as error:
+        sys.stderr.write(f"gpupool-allocator: {error}\n")
+        return EXIT_BAD_SETTINGS
+    if arguments.check:
+        for key, value in sorted(dataclasses.asdict(settings).items()):
+            shown = str(getattr(settings, key)) if isinstance(value, dict) else value
+            sys.stdout.write(f"{key} = {shown}\n")
+        return 0
+    logs.set_up(settings.log_level, settings.log_format)
+    return _serve(settings, arguments.ready_file)
+
+
+def _serve(settings: AllocatorSettings, ready_file: Path | None) -> int:
+    log = structlog.stdlib.get_logger("allocator")
+    above = 0
+    while True:
+        try:
+            outcome = asyncio.run(serve(settings, above=above, ready_file=ready_file))
+        except EngineStoppedError as error:
+            log.critical("allocator.crashed", reason=str(error), exc_info=error)
+            logs.flush()
+            # No clean-up: what is in memory may be wrong, the store is right.
+            os._exit(EXIT_CRASHED)
+        except (OSError, StoreLockedError, StoreFullError, StoreError, RecordError) as error:
+            log.critical("allocator.cannot_start", reason=str(error))
+            logs.flush()
+            return EXIT_CANNOT_START
+        if not isinstance(outcome, Restart):
+            return 0
+        above, settings = outcome.above, outcome.settings
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpupool-allocator",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"gpupool-allocator {__version__}")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    parser.add_argument(
+        "--check", action="store_true", help="check the settings, print them all, and exit"
+    )
+    parser.add_argument(
+        "--ready-file",
+        type=Path,
+        metavar="FILE",
+        help="JSON file that is written when calls are served: ports and pid",
+    )
+    settings = parser.add_argument_group("settings")
+    for key, field in FIELDS.items():
+        is_switch = isinstance(field.default, bool)
+        settings.add_argument(
+            "--" + key.replace("_", "-"),
+            dest=key,
+            nargs="?" if is_switch else None,
+            const="true" if is_switch else None,
+            metavar="BOOL" if is_switch else "VALUE",
+            help=f"{field.metadata['meaning']} Accepted: {field.metadata['accepted']}. "
+            f"Default: {_shown(field.default)}.".replace("%", "%%"),
+        )
+    return parser
+
+
+def _shown(default: object) -> str:
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Puts the allocator together, serves, and takes it apart in order."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from gpupool import __version__
+from gpupool_allocator import systemd
+from gpupool_allocator.core.pool import Pool
+from gpupool_allocator.engine import Engine, EngineStoppedError
+from gpupool_allocator.engine.feed import EventFeed
+from gpupool_allocator.http.server import HttpServer
+from gpupool_allocator.metrics import Metrics
+from gpupool_allocator.rpc.server import GrpcServer
+from gpupool_allocator.settings import Address, AllocatorSettings
+from gpupool_allocator.storage import records
+from gpupool_allocator.storage.sqlite import SqliteStore
+from gpupool_allocator.storage.store import StoreFullError
+from gpupool_allocator.telemetry import TelemetryBook
+
+STORE_FILE = "allocator.db"
+STORE_CHECK_S = 2.0
+"""How often the store is asked whether it still takes writes."""
+
+MIB = 1024 * 1024
+
+log = structlog.stdlib.get_logger("allocator")
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Serve again, in a term above ``above``, on the ports that were served on."""
+
+    above: int
+    settings: AllocatorSettings
+
+
+class Office:
+    """The store with its thread, and the pool as it was stored: one term of office.
+
+    Everything that touches the store runs in that one thread.
+    """
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
+        self._settings = settings
+
+    async def begin(self, above: int) -> None:
+        """Opens the store, begins a term and loads the pool; errors as the store's."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self.thread, self._begin, above)
+
+    def _begin(self, above: int) -> None:
+        settings = self._settings
+        settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.store = SqliteStore(
+            settings.state_dir / STORE_FILE,
+            max_bytes=settings.store_mib_max * MIB,
+            history_max=settings.history_max,
+        )
+        self.epoch = self._begin_term(above)
+        self.last_sequence = self.store.bounds()[1]
+        self.pool = Pool(settings.for_pool(), epoch=self.epoch, last_sequence=self.last_sequence)
+        count = 0
+        for stored in self.store.load():
+            self.pool.restore(records.decode(stored))
+            count += 1
+        log.info("store.loaded", epoch=self.epoch, records=count, events=self.last_sequence)
+
+    def _begin_term(self, above: int) -> int:
+        try:
+            return self.store.begin_term(above=above)
+        except StoreFullError:
+            # Reads and renewals can be served from a full disk, given a term to do it in.
+            if not self.store.free_reserve():
+                raise
+            return self.store.begin_term(above=above)
+
+    async def end(self) -> None:
+        """Closes the store."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self.thread, self.store.close)
+        self.thread.shutdown()
+
+
+async def serve(
+    settings: AllocatorSettings, *, above: int = 0, ready_file: Path | None = None
+) -> Restart | None:
+    """Serves until SIGTERM or SIGINT (None) or until a new term is needed (Restart).
+
+    EngineStoppedError: something happened after which this process must not go on.
+    OSError, the store's errors: it cannot start.
+    """
+    office = Office(settings)
+    await office.begin(above)
+    metrics = Metrics(__version__)
+    telemetry = TelemetryBook()
+    engine = Engine(
+        office.pool,
+        office.store,
+        epoch=office.epoch,
+        in_thread=office.thread,
+        metrics=metrics,
+        feed=EventFeed(office.store, office.thread, newest=office.last_sequence),
+        inbox_max=settings.inbox_max,
+        check_invariants=settings.check_invariants,
+    )
+    await engine.check_store()
+    rpc = GrpcServer(engine, settings, telemetry)
+    http = HttpServer(engine, metrics, telemetry)
+    await http.start(settings.http_address)
+    running = asyncio.create_task(engine.run())
+    await rpc.start()
+    _announce(settings, office.epoch, rpc.port, http.port, ready_file)
+    background = [
+        asyncio.create_task(rpc.agents.watch_silence()),
+        asyncio.create_task(_watch_store(engine)),
+    ]
+    stop = _stop_signal()
+    try:
+        await asyncio.wait({running, stop, *background}, return_when=asyncio.FIRST_COMPLETED)
+        for task in background:
+            if task.done():
+                task.result()
+        if running.done():
+            return await _new_term(running, rpc, http, office, settings)
+        log.info("allocator.stopping", grace_s=settings.shutdown_grace_s)
+        systemd.notify("STOPPING=1")
+        http.begin_stop()
+        await rpc.stop(settings.shutdown_grace_s)
+        engine.stop()
+        await running
+        await http.stop()
+        await office.end()
+        log.info("allocator.stopped")
+        return None
+    finally:
+        for task in background:
+            task.cancel()
+
+
+async def _new_term(
+    running: asyncio.Task[None],
+    rpc: GrpcServer,
+    http: HttpServer,
+    office: Office,
+    settings: AllocatorSettings,
+) -> Restart:
+    try:
+        running.result()
+    except EngineStoppedError as error:
+        if error.raise_epoch_above is None:
+            raise
+        above = error.raise_epoch_above
+    else:
+        raise EngineStoppedError("the engine ended by itself")
+    log.warning("allocator.new_term", epoch=office.epoch, above=above)
+    await rpc.stop(0)
+    await http.stop()
+    await office.end()
+    same_ports = dataclasses.replace(
+        settings,
+        grpc_address=Address(settings.grpc_address.host, rpc.port),
+        http_address=Address(settings.http_address.host, http.port),
+    )
+    return Restart(above=above, settings=same_ports)
+
+
+async def _watch_store(engine: Engine) -> None:
+    while True:
+        await asyncio.sleep(STORE_CHECK_S)
+        await engine.check_store()
+
+
+def _stop_signal() -> "asyncio.Task[bool]":
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return asyncio.create_task(event.wait())
+
+
+def _announce(
+    settings: AllocatorSettings, epoch: int, grpc: int, http: int, ready_file: Path | None
+) -> None:
+    for address in (settings.grpc_address, settings.http_address):
+        if not address.is_loopback:
+            log.warning("allocator.insecure", address=str(address), reason="nothing is encrypted")
+    log.info("allocator.serving", version=__version__, epoch=epoch, grpc=grpc, http=http)
+    systemd.notify(f"READY=1\nSTATUS=serving gRPC on port {grpc}, HTTP on port {http}")
+    if ready_file is not None:
+        written = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
+        written.write_text(json.dumps({"grpc": grpc, "http": http, "pid": os.getpid()}) + "\n")
+        written.replace(ready_file)

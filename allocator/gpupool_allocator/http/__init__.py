@@ -1,0 +1,1 @@
+"""The HTTP shell: health, readiness and metrics."""
