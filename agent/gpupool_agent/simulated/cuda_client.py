@@ -71,14 +71,14 @@ def visible_gpus(directory: Path, environment: dict[str, str]) -> list[VisibleGp
     """GPUs that CUDA would number from 0. Raises CudaError when one is not there."""
     gpus = [VisibleGpu(**row) for row in json.loads((directory / "gpus.json").read_text())]
     names = environment.get("CUDA_VISIBLE_DEVICES")
-    if names is None:
-        return gpus
-    chosen: list[VisibleGpu] = []
-    for name in filter(None, (part.strip() for part in names.split(","))):
+    chosen = gpus if names is None else []
+    for name in filter(None, (part.strip() for part in (names or "").split(","))):
         match = [gpu for index, gpu in enumerate(gpus) if name in {gpu.uuid, str(index)}]
         if not match:
             raise CudaError(EXIT_NO_DEVICE, f"no CUDA-capable device {name}")
         chosen += match
+    if not chosen:
+        raise CudaError(EXIT_NO_DEVICE, "no CUDA-capable device is visible")
     return chosen
 
 
