@@ -1,0 +1,114 @@
+"""Sets of nodes as whole numbers: bit n is node number n.
+
+An intersection over 12,500 nodes is one operation on 1.6 KB, which is what lets a
+decision look at a whole pool without looking at any node of it.
+"""
+
+from collections.abc import Iterator
+
+EXACT_VALUES_MAX = 64
+"""Distinct amounts of one class that are told apart by ``Threshold.reach``."""
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Node numbers in ``mask``, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def size_class(amount: int) -> int:
+    """Geometric class of an amount, four to an octave; grows with the amount."""
+    if amount < 4:
+        return amount
+    octave = amount.bit_length() - 3
+    return (octave << 2) + (amount >> octave)
+
+
+class Threshold:
+    """Nodes by an amount that each has: who has at least so much, who has least of it.
+
+    Masks are cumulative by class, so a question is one look-up. Amounts inside the
+    class of the question are told apart while they are few, which pools of like
+    hosts are.
+    """
+
+    __slots__ = ("_at_least", "_values")
+
+    def __init__(self) -> None:
+        self._at_least: list[int] = [0]
+        self._values: list[dict[int, int]] = [{}]
+
+    def move(self, bit: int, old: int | None, new: int | None) -> None:
+        """Changes one node's amount; None: the node is not there."""
+        if old == new:
+            return
+        old_class = -1 if old is None else size_class(old)
+        new_class = -1 if new is None else size_class(new)
+        while len(self._at_least) <= new_class:
+            self._at_least.append(0)
+            self._values.append({})
+        low, high = sorted((old_class, new_class))
+        for number in range(low + 1, high + 1):
+            self._at_least[number] ^= bit
+        for number, amount in ((old_class, old), (new_class, new)):
+            if amount is None:
+                continue
+            values = self._values[number]
+            mask = values.get(amount, 0) ^ bit
+            if mask:
+                values[amount] = mask
+            else:
+                del values[amount]
+
+    def reach(self, need: int) -> tuple[int, int]:
+        """Nodes that may have ``need``, and those of them that surely have it."""
+        number = size_class(need)
+        if number >= len(self._at_least):
+            return 0, 0
+        if need == 0:
+            return self._at_least[0], self._at_least[0]
+        sure = self._at_least[number + 1] if number + 1 < len(self._at_least) else 0
+        values = self._values[number]
+        if len(values) > EXACT_VALUES_MAX:
+            return self._at_least[number], sure
+        for amount, mask in values.items():
+            if amount >= need:
+                sure |= mask
+        return sure, sure
+
+    def tightest(self, mask: int) -> int:
+        """Those nodes of ``mask`` that are in the lowest class found in it."""
+        low, high = 0, len(self._at_least)  # all of mask is in class low or above
+        while high - low > 1:
+            middle = (low + high) // 2
+            if mask & self._at_least[middle] == mask:
+                low = middle
+            else:
+                high = middle
+        return mask & ~self._at_least[high] if high < len(self._at_least) else mask
+
+    def largest(self, mask: int) -> int:
+        """The largest amount that a node of ``mask`` has; 0 for no node."""
+        low, high = 0, len(self._at_least)  # some of mask is in class low or above
+        while high - low > 1:
+            middle = (low + high) // 2
+            if mask & self._at_least[middle]:
+                low = middle
+            else:
+                high = middle
+        return max(
+            (amount for amount, having in self._values[low].items() if having & mask), default=0
+        )
+
+    def descending(self, mask: int) -> Iterator[int]:
+        """The nodes of ``mask``, class by class, those with most first."""
+        for at_least in reversed(self._at_least):
+            if mask & at_least:
+                yield mask & at_least
+                mask &= ~at_least
+
+    def masks(self) -> dict[int, int]:
+        """Nodes by exact amount, for checks."""
+        return {amount: mask for values in self._values for amount, mask in values.items()}
