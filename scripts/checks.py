@@ -29,7 +29,7 @@ CHECKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("ruff format", ("ruff", "format", "--check", "--quiet")),
     ("mypy", ("mypy",)),
     ("pyright", ("pyright",)),
-    ("import rules", ("lint-imports",)),
+    ("import rules", ("lint-imports", "--no-logo")),
 )
 
 FAST_TESTS = ("tests/unit", "tests/property")
