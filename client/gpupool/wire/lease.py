@@ -117,7 +117,7 @@ def list_leases_ask_from_proto(message: pb.ListLeasesRequest) -> ListLeasesAsk:
         page_size=door.page_size(
             message.page_size, default=limits.PAGE_DEFAULT, most=limits.PAGE_MAX
         ),
-        page_token=door.text("", "page_token", message.page_token, most=1024),
+        page_token=door.text("", "page_token", message.page_token, most=2048),
         states=frozenset(
             LEASE_STATES.from_proto("", f"states[{index}]", state)
             for index, state in enumerate(message.states)

@@ -1,0 +1,1 @@
+"""How the SDK speaks with a pool; what users need is exported by ``gpupool``."""
