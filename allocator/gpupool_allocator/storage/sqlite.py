@@ -54,6 +54,8 @@ _HISTORY_YIELDS_AT = 0.75
 _REFUSE_AT = 0.95
 """Part of the space from which on changes are refused; the rest lets leases end."""
 
+_details = json.JSONEncoder(separators=(",", ":")).encode
+
 _READ = """
 SELECT sequence, unix_s, kind, subject, cause, details FROM history
 WHERE sequence > ? ORDER BY sequence LIMIT ?"""
@@ -282,7 +284,7 @@ class SqliteStore:
                     each.kind,
                     each.subject,
                     each.cause,
-                    json.dumps(each.details, separators=(",", ":")),
+                    _details(each.details),
                 )
                 for each in events
             ),
