@@ -142,17 +142,21 @@ def _attempts(books: Books, spec: LeaseSpec, needs: tuple[Need, ...]) -> Iterato
     prefers = any(each.preferred is Level.NODE for each in topologies)
     for preferred in (True, False) if prefers else (False,):
         runs = runs_of(spec, needs, preferred=preferred)
+        if len(runs) == 1:
+            yield runs
+            continue
         largest = sorted(runs, key=_largest_first)
         yield largest
-        if len(runs) > 1:
-            width = {
-                id(run): (may_take(books.index, run.parts[0][0], -1)
-                          & host_masks(books.index, run.parts)[0]).bit_count()
-                for run in runs
-            }  # fmt: skip
-            scarcest = sorted(largest, key=lambda run: width[id(run)])
-            if scarcest != largest:
-                yield scarcest
+        width = {id(run): _width(books, run) for run in runs}
+        scarcest = sorted(largest, key=lambda run: width[id(run)])
+        if scarcest != largest:
+            yield scarcest
+
+
+def _width(books: Books, run: Run) -> int:
+    """Nodes that may take a unit of the run, about."""
+    may = may_take(books.index, run.parts[0][0], books.index.known)
+    return (may & host_masks(books.index, run.parts)[0]).bit_count()
 
 
 def _largest_first(run: Run) -> tuple[int, ...]:

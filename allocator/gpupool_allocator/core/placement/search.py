@@ -19,6 +19,7 @@ from gpupool_allocator.core.index import (
     PART,
     TRUSTED,
     WHOLE,
+    Cells,
     ShapeIndex,
 )
 from gpupool_allocator.core.placement.fit import Parts
@@ -173,19 +174,21 @@ def part_cells(
 ) -> Iterator[int]:
     """Nodes with a partly used device of one of ``owners`` that may take the slice."""
     found: list[tuple[int, int, int]] = []
+    heads: list[tuple[int, int, Cells]] = []
     for position, kind in enumerate(need.kinds):
         bound_mib = kind.memory_high_mib if certain else kind.memory_low_mib
         memory_mib = wanted.memory_mib or (bound_mib or 0) * wanted.share_pct // 100
         least = size_class(memory_mib) + (1 if certain and memory_mib else 0)
         for owner in owners:
-            if not index.cells(JOINED, kind.number, owner).masks.get(0, 0) & within:
-                continue
-            cells = index.cells(PART, kind.number, owner)
-            found.extend(
-                (rank, position, cells.masks[rank])
-                for rank in cells.above(wanted.share_pct * MEMORY_CLASSES)
-                if rank % MEMORY_CLASSES >= least
-            )
+            if index.cells(JOINED, kind.number, owner).masks.get(0, 0) & within:
+                heads.append((position, least, index.cells(PART, kind.number, owner)))
+    for position, least, cells in heads:
+        for rank in cells.above(wanted.share_pct * MEMORY_CLASSES):
+            if rank % MEMORY_CLASSES >= least:
+                if len(heads) == 1:  # in order already, and mostly the first one does
+                    yield cells.masks[rank]
+                else:
+                    found.append((rank, position, cells.masks[rank]))
     found.sort()
     for _, _, mask in found:
         yield mask
