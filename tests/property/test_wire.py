@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import wire_strategies as some
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.property import wire_strategies as some
 
 from gpupool.model.lease import Lease
 from gpupool.model.request import GpuSlice, LeaseSpec, WholeGpus

@@ -6,8 +6,8 @@ from enum import StrEnum
 from typing import TypedDict, TypeVar
 
 from gpupool.errors import InvalidRequestError
+from gpupool.model import limits
 from gpupool.model.ids import RequestId
-from gpupool.model.limits import TTL_S_DEFAULT
 from gpupool.model.request import (
     GpuSlice,
     Group,
@@ -85,6 +85,17 @@ class Ask(Shape, total=False):
     request_id: str
 
 
+_RANGES: dict[str, tuple[int, int]] = {
+    "memory": (0, limits.GPU_MEMORY_MIB_MAX),
+    "replicas": (1, limits.REPLICAS_MAX),
+    "cpu": (0, limits.CPU_MILLI_MAX // 1000),
+    "host_memory": (0, limits.HOST_MEMORY_MIB_MAX),
+    "max_per_domain": (1, 1024),
+    "uid": (0, limits.UID_MAX),
+    "priority": (limits.PRIORITY_MIN, limits.PRIORITY_MAX),
+    "spares": (0, limits.SPARES_MAX),
+}
+
 _GROUP_WORDS = frozenset({"gpus", "memory", "models", "replicas", "cpu", "host_memory"})
 
 
@@ -97,7 +108,7 @@ def acquire_ask(ask: Ask) -> AcquireAsk:
     made = AcquireAsk(
         request_id=RequestId(ask.get("request_id") or f"sdk-{secrets.token_hex(12)}"),
         spec=lease_spec(ask),
-        ttl_s=None if process else duration_s(ask.get("ttl", TTL_S_DEFAULT), "ttl"),
+        ttl_s=None if process else duration_s(ask.get("ttl", limits.TTL_S_DEFAULT), "ttl"),
         caller_process=process,
         wait_s=None if wait is None else duration_s(wait, "wait"),
     )
@@ -113,6 +124,7 @@ def lease_spec(shape: Shape) -> LeaseSpec:
                 f"{others[0]}: not accepted beside spec, which is complete", field=others[0]
             )
         return shape["spec"]
+    _check_numbers(shape)
     spec = LeaseSpec(
         groups=_groups(shape),
         topology=_topology(shape),
@@ -124,7 +136,7 @@ def lease_spec(shape: Shape) -> LeaseSpec:
         max_duration_s=(
             duration_s(shape["max_duration"], "max_duration") if "max_duration" in shape else None
         ),
-        disconnect_s=duration_s(shape.get("disconnect", 86400.0), "disconnect"),
+        disconnect_s=duration_s(shape.get("disconnect", limits.DISCONNECT_S_DEFAULT), "disconnect"),
         spares=shape.get("spares", 0),
         on_failure=_word(OnFailure, "on_failure", shape.get("on_failure")),
         isolated=shape.get("isolated", False),
@@ -133,6 +145,14 @@ def lease_spec(shape: Shape) -> LeaseSpec:
         shared_trust=shape.get("shared_trust", False),
     )
     return _through_the_door(AcquireAsk(request_id=RequestId("check"), spec=spec)).spec
+
+
+def _check_numbers(shape: Shape) -> None:
+    """Refuses by their own names numbers that the wire's fields could not even hold."""
+    for field, (least, most) in _RANGES.items():
+        value = shape.get(field)
+        if isinstance(value, (int, float)) and not least <= value <= most:
+            raise InvalidRequestError(f"{field}: {value!r} is not in {least}..{most}", field=field)
 
 
 def _groups(shape: Shape) -> tuple[Group, ...]:

@@ -1,5 +1,6 @@
 """Amounts as people write them: "10GiB", "0.5", "30s"."""
 
+import math
 import re
 
 from gpupool.errors import InvalidRequestError
@@ -41,6 +42,8 @@ def duration_s(value: float | str, field: str = "duration") -> float:
     Raises InvalidRequestError naming ``field``.
     """
     if isinstance(value, (int, float)):
+        if not math.isfinite(value):
+            raise _bad(field, value, "finite numbers of seconds")
         return float(value)
     found = _DURATION(value.strip())
     if found is None:
@@ -55,8 +58,7 @@ def whole_or_share(gpus: float) -> tuple[int, int]:
     are whole GPUs. Raises InvalidRequestError naming "gpus".
     """
     accepted = "0.01..0.99 in whole percent, or whole numbers from 0"
-    # False for NaN too; infinity has no whole number.
-    if not 0 <= gpus < float("inf"):
+    if not math.isfinite(gpus) or gpus < 0:
         raise _bad("gpus", gpus, accepted)
     if gpus == int(gpus):
         return int(gpus), 0
