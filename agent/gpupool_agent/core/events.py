@@ -98,6 +98,16 @@ class HolderEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFault:
+    """Something about the node itself is wrong, or is right again."""
+
+    code: str
+    evidence: str
+    open: bool
+    unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """``Node.next_deadline()`` has come."""
 
@@ -113,6 +123,7 @@ NodeEvent = (
     | StepDone
     | StepFailed
     | HolderEnded
+    | NodeFault
     | TimePassed
 )
 

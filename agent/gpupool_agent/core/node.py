@@ -10,9 +10,17 @@ The parts: ``fence`` (whose orders count), ``book`` (the assignments), ``devices
 on alone) and ``reporting`` (what the allocator hears).
 """
 
+from dataclasses import dataclass
 from typing import assert_never
 
-from gpupool.model.assignment import AssignmentState, DesiredState, Hello, Report
+from gpupool.model.assignment import (
+    AssignmentReport,
+    AssignmentState,
+    DesiredState,
+    DeviceReport,
+    Hello,
+    Report,
+)
 from gpupool.model.ids import NodeId
 from gpupool.model.inventory import Hca, NodeInventory
 from gpupool_agent.core.book import Book
@@ -32,6 +40,7 @@ from gpupool_agent.core.events import (
     Log,
     NodeEffect,
     NodeEvent,
+    NodeFault,
     SaveCheckpoint,
     SendReport,
     StepDone,
@@ -46,6 +55,16 @@ from gpupool_agent.core.reporting import Faults, Outbox
 
 DRIVER_FAULTS = ("nvml_hang", "driver_unavailable")
 PROTOCOL_REVISIONS = (1,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSummary:
+    """The node in few numbers; ``faults`` are the codes of the open ones."""
+
+    connected: bool
+    epoch: int
+    holders: int
+    faults: tuple[str, ...]
 
 
 class Node:
@@ -120,13 +139,30 @@ class Node:
             agent_instance_id=agent_instance_id,
             protocol_revisions=PROTOCOL_REVISIONS,
             inventory=self._inventory,
-            assignments=tuple(
-                kept.report(with_place=True)
-                for kept in self._book.kept.values()
-                if kept.state is not AssignmentState.ENDED
-            ),
-            devices=tuple(self._outbox.devices_now().values()),
+            assignments=self.assignments(),
+            devices=self.devices(),
             highest_epoch=self._fence.epoch,
+        )
+
+    def assignments(self) -> tuple[AssignmentReport, ...]:
+        """What is on the node and has not ended, with its places."""
+        return tuple(
+            kept.report(with_place=True)
+            for kept in self._book.kept.values()
+            if kept.state is not AssignmentState.ENDED
+        )
+
+    def devices(self) -> tuple[DeviceReport, ...]:
+        """State of every device."""
+        return tuple(self._outbox.devices_now().values())
+
+    def summary(self) -> NodeSummary:
+        """What the node's metrics show."""
+        return NodeSummary(
+            connected=self._connected,
+            epoch=self._fence.epoch,
+            holders=len(self._holders.watched),
+            faults=tuple(code for code, _ in self._faults.open),
         )
 
     def heartbeat(self) -> Report:
@@ -158,6 +194,11 @@ class Node:
                 self._book.step_failed((event.key, event.token), event.reason, now)
             case HolderEnded():
                 self._changed |= self._holders.end(event.watch, event.reason)
+            case NodeFault():
+                if event.open:
+                    self._faults.raise_(event.code, None, event.evidence, event.unix_s)
+                else:
+                    self._faults.close(event.code, None, event.unix_s)
             case TimePassed():
                 pass
             case _:

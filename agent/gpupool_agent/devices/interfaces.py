@@ -113,6 +113,10 @@ class ProcessTable(Protocol):
         """Facts of a process, None when there is no such process."""
         ...
 
+    def start_ticks(self, pid: int) -> int | None:
+        """Start time of a process in clock ticks since boot, None when there is none."""
+        ...
+
     def watch(
         self, pid: int, start_ticks: int, on_end: Callable[[str], None]
     ) -> ProcessWatch | None:

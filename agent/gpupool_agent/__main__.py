@@ -1,0 +1,133 @@
+"""The program gpupool-agent."""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import structlog
+
+from gpupool_agent.agent import Agent, agent_version
+from gpupool_agent.checkpoint import CheckpointError, StateLockedError
+from gpupool_agent.devices.host import real_adapters
+from gpupool_agent.local.door import DoorTakenError
+from gpupool_agent.log import configure_log
+from gpupool_agent.notify import notify
+from gpupool_agent.settings import AgentSettings, SettingsError, load_settings
+
+EXIT_CANNOT_START = 1
+EXIT_SETTINGS = 78
+"""EX_CONFIG: systemd does not restart on it."""
+
+EXAMPLES = """\
+examples:
+  gpupool-agent --config /etc/gpupool/agent.toml
+  gpupool-agent --allocators 127.0.0.1:7070 --state-dir /tmp/agent --socket /tmp/agent/sock
+  GPUPOOL_AGENT_LABELS=zone=a,rack=r12 gpupool-agent
+
+Every setting can stand in the file, in the environment as GPUPOOL_AGENT_<NAME>, or
+as a flag; a flag wins over the environment, and that over the file. Lists are
+separated by commas. Exit codes: 0 ended by a signal, 1 cannot start, 78 a setting is
+not accepted.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags: one for each setting."""
+    found = argparse.ArgumentParser(
+        prog="gpupool-agent",
+        description="Reports what this host has to the pool and carries out its leases.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    found.add_argument("--version", action="version", version=f"gpupool-agent {agent_version()}")
+    found.add_argument("--config", type=Path, metavar="FILE", help="settings file (TOML)")
+    found.add_argument(
+        "--ready-file",
+        type=Path,
+        metavar="FILE",
+        help="write node id, socket, metrics port and pid here (JSON) once serving",
+    )
+    for each in fields(AgentSettings):
+        found.add_argument(
+            f"--{each.name.replace('_', '-')}",
+            dest=each.name,
+            metavar="VALUE",
+            help=each.metadata["text"].replace("%", "%%"),
+        )
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the agent until SIGTERM or SIGINT; gives the exit code."""
+    flags = vars(parser().parse_args(arguments))
+    config, ready_file = flags.pop("config"), flags.pop("ready_file")
+    given = {key: value for key, value in flags.items() if value is not None}
+    configure_log()
+    log = structlog.get_logger()
+    try:
+        settings = load_settings(config, os.environ, given)
+    except SettingsError as error:
+        print(f"gpupool-agent: {error}", file=sys.stderr)
+        return EXIT_SETTINGS
+    try:
+        asyncio.run(serve(settings, ready_file))
+    except (StateLockedError, CheckpointError, DoorTakenError, OSError) as error:
+        log.critical("agent.cannot_start", reason=str(error))
+        return EXIT_CANNOT_START
+    return 0
+
+
+async def serve(settings: AgentSettings, ready_file: Path | None) -> None:
+    """Run an agent of this host until a signal ends it; what it prepared goes on."""
+    agent = Agent(settings, real_adapters(settings.run_dir))
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ended.set)
+    run = asyncio.create_task(agent.run())
+    end = asyncio.create_task(ended.wait())
+    begin = asyncio.create_task(agent.started.wait())
+    try:
+        await asyncio.wait([run, end, begin], return_when=asyncio.FIRST_COMPLETED)
+        if begin.done():
+            _announce(agent, ready_file)
+        await asyncio.wait([run, end], return_when=asyncio.FIRST_COMPLETED)
+        notify("STOPPING=1")
+    finally:
+        for task in (end, begin, run):
+            task.cancel()
+        results = await asyncio.gather(run, end, begin, return_exceptions=True)
+    failure = results[0]
+    if isinstance(failure, Exception):
+        raise failure
+
+
+def _announce(agent: Agent, ready_file: Path | None) -> None:
+    settings = agent.settings
+    metrics_port = None
+    if settings.metrics_port >= 0:
+        from gpupool_agent.metrics import serve_metrics
+
+        metrics_port = serve_metrics(agent, settings.metrics_port).server_port
+    if ready_file is not None:
+        record = {
+            "node_id": settings.node_id,
+            "socket": str(settings.socket) if settings.socket else None,
+            "metrics_port": metrics_port,
+            "pid": os.getpid(),
+        }
+        beside = ready_file.with_name(f"{ready_file.name}.new")
+        beside.write_text(json.dumps(record), encoding="utf-8")
+        beside.replace(ready_file)
+    notify("READY=1")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""The agent: the core in the middle, the machine and the allocator around it.
+
+Everything that happens becomes an event for the core, and what the core wants is
+performed in its order. A checkpoint is durable before anything after it is done; a
+disk that is slow or refuses holds up neither heartbeats nor, after its deadline, the
+rest: it is reported as a fault. Nothing here is global: one process can run many
+agents.
+"""
+
+import asyncio
+import secrets
+import signal
+import time
+from collections import deque
+from importlib import metadata
+from typing import Any, assert_never
+
+import structlog
+
+from gpupool.model.assignment import (
+    Assignment,
+    AssignmentKey,
+    DesiredState,
+    DeviceTelemetry,
+    Hello,
+    HolderWatch,
+    Report,
+    Welcome,
+)
+from gpupool.model.ids import LeaseId, NodeId
+from gpupool.model.inventory import NodeInventory
+from gpupool_agent.checkpoint import StateDirectory
+from gpupool_agent.core.events import (
+    Checkpoint,
+    CleanUp,
+    CloseConnection,
+    Connected,
+    DesiredArrived,
+    Disconnected,
+    HolderEnded,
+    Log,
+    NodeEffect,
+    NodeEvent,
+    NodeFault,
+    Prepare,
+    ReadUsage,
+    SaveCheckpoint,
+    SendReport,
+    StepDone,
+    StepFailed,
+    StopProcess,
+    TimePassed,
+    UnwatchHolder,
+    WatchHolder,
+)
+from gpupool_agent.core.node import Node
+from gpupool_agent.devices.blocking import BlockingCalls, CallHangsError
+from gpupool_agent.devices.interfaces import Adapters, ProcessWatch
+from gpupool_agent.link import Link
+from gpupool_agent.local.door import LocalDoor
+from gpupool_agent.polling import Poller
+from gpupool_agent.settings import AgentSettings
+from gpupool_agent.steps import StepFailedError, Steps
+
+DISK_DEADLINE_S = 10.0
+CHECKPOINT_FAULT = "checkpoint_failed"
+
+
+def agent_version() -> str:
+    """Version of the installed distribution."""
+    return metadata.version("gpupool")
+
+
+class Agent:
+    """One node's agent.
+
+    Made inside a running event loop. Raises StateLockedError when another agent runs
+    on the same state directory, CheckpointError when its checkpoint is damaged.
+    """
+
+    def __init__(self, settings: AgentSettings, adapters: Adapters) -> None:
+        self.settings = settings
+        self._adapters = adapters
+        self._instance_id = secrets.token_hex(8)
+        self._version = agent_version()
+        self._log = structlog.get_logger().bind(node_id=settings.node_id)
+        self._state = StateDirectory(settings.state_dir) if settings.state_dir else None
+        self._disk = BlockingCalls("disk")
+        self._unsaved: Checkpoint | None = None
+        self._queue: deque[NodeEffect] = deque()
+        self._performing: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._watches: dict[LeaseId, ProcessWatch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closed = False
+        self._steps = Steps(adapters.mps)
+        self.telemetry: tuple[DeviceTelemetry, ...] = ()
+        host = adapters.host.read()
+        self.node = Node(
+            node_id=NodeId(settings.node_id),
+            boot_id=host.boot_id,
+            host=NodeInventory(
+                cpu_milli=host.cpu_milli,
+                host_memory_mib=host.host_memory_mib,
+                labels=dict(settings.labels),
+                simulated=host.simulated,
+                hostname=host.hostname,
+            ),
+            checkpoint=self._state.load() if self._state else None,
+            now=time.monotonic(),
+        )
+        self._poller = Poller(
+            periods=settings,
+            driver=adapters.driver,
+            hcas=adapters.hcas,
+            processes=adapters.processes,
+            handle=self.handle,
+            measured=self._measured,
+        )
+        self.link = Link(settings.allocators, adapters.dial, self)
+        self.door = (
+            LocalDoor(
+                settings.socket,
+                node_id=settings.node_id,
+                link=self.link,
+                connections_max=settings.local_connections_max,
+                start_ticks=adapters.processes.start_ticks,
+            )
+            if settings.socket
+            else None
+        )
+        self.started = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run until cancelled; assignments go on afterwards.
+
+        Raises what makes it impossible to go on, as a broken promise of the core.
+        """
+        tasks: list[asyncio.Future[Any]] = [self._failed]
+        try:
+            self._enqueue(self.node.start(time.monotonic()))
+            if self.door is not None:
+                await self.door.start()
+            tasks.append(asyncio.create_task(self._poller.run()))
+            # Hello is worth more with devices in it; a driver that hangs takes its
+            # deadline and no more.
+            first = asyncio.create_task(self._poller.has_read.wait())
+            await asyncio.wait([first, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            tasks += [first, asyncio.create_task(self.link.run())]
+            self.started.set()
+            done, _ = await asyncio.wait(
+                [task for task in tasks if task is not first],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            for task in done:
+                task.result()
+        finally:
+            await self._close(tasks)
+
+    def handle(self, event: NodeEvent) -> None:
+        """Give an event to the core and perform what it wants."""
+        if self._closed:
+            return
+        now = time.monotonic()
+        try:
+            self._enqueue(self.node.handle(event, now))
+        except Exception as error:
+            # The core is wrong, so nothing that it holds can be trusted any more.
+            if self._failed.done():
+                raise
+            self._failed.set_exception(error)
+
+    # -- what the link asks and tells ----------------------------------------
+
+    def hello(self) -> Hello:
+        """How the node introduces itself now."""
+        return self.node.hello(agent_version=self._version, agent_instance_id=self._instance_id)
+
+    def heartbeat(self) -> Report:
+        """What is said when there is nothing to say."""
+        return self.node.heartbeat()
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """An allocator answered."""
+        self.handle(Connected(welcome=welcome))
+
+    def desired(self, desired: DesiredState) -> None:
+        """What the node shall run."""
+        self.handle(DesiredArrived(desired=desired))
+
+    def lost(self) -> None:
+        """The stream is gone."""
+        self.handle(Disconnected())
+
+    # -- performing ----------------------------------------------------------
+
+    def _enqueue(self, effects: list[NodeEffect]) -> None:
+        self._queue.extend(effects)
+        if self._performing is None:
+            self._perform_ready()
+        self._set_timer()
+
+    def _perform_ready(self) -> None:
+        """Perform up to the next checkpoint, and go on once that one is durable."""
+        while self._queue:
+            effect = self._queue.popleft()
+            if not isinstance(effect, SaveCheckpoint):
+                self._perform(effect)
+            elif self._state is not None:
+                self._unsaved = effect.checkpoint
+                self._performing = asyncio.create_task(self._save_then_perform(self._state))
+                self._performing.add_done_callback(self._finished)
+                return
+
+    async def _save_then_perform(self, state: StateDirectory) -> None:
+        """Save the newest checkpoint that waits: it holds all of the older ones."""
+        newest = self._unsaved
+        for effect in self._queue:
+            if isinstance(effect, SaveCheckpoint):
+                newest = effect.checkpoint
+        self._queue = deque(each for each in self._queue if not isinstance(each, SaveCheckpoint))
+        assert newest is not None  # noqa: S101 - set by the only caller
+        fault = ""
+        try:
+            await self._disk.call(lambda: state.save(newest), DISK_DEADLINE_S)
+        except (OSError, CallHangsError) as error:
+            fault = str(error)
+            self._log.error("checkpoint.failed", reason=fault)
+        self._performing = None
+        self.handle(
+            NodeFault(code=CHECKPOINT_FAULT, evidence=fault, open=bool(fault), unix_s=time.time())
+        )
+        if self._performing is None:
+            self._perform_ready()
+
+    def _perform(self, effect: NodeEffect) -> None:
+        match effect:
+            case SendReport():
+                self.link.send(effect.report)
+            case Prepare():
+                self._spawn(self._prepare(effect.assignment, adopted=effect.adopted))
+            case CleanUp():
+                self._spawn(self._clean_up(effect.assignment))
+            case ReadUsage():
+                self._poller.read_usage()
+            case WatchHolder():
+                self._watch(effect.watch)
+            case UnwatchHolder():
+                self._unwatch(effect.lease_id)
+            case StopProcess():
+                self._stop(effect)
+            case CloseConnection():
+                self.link.close(effect.reason)
+            case Log():
+                self._log.warning(effect.event, **effect.details)
+            case SaveCheckpoint():
+                raise AssertionError("checkpoints are saved, not performed")
+            case _:
+                assert_never(effect)
+
+    async def _prepare(self, assignment: Assignment, *, adopted: bool) -> None:
+        key, token = assignment.key, assignment.token
+        try:
+            environment = await self._steps.prepare(assignment, adopted=adopted)
+        except StepFailedError as error:
+            self._step_failed("assignment.failed", key, token, str(error))
+        else:
+            self.handle(StepDone(key=key, token=token, environment=environment))
+
+    async def _clean_up(self, assignment: Assignment) -> None:
+        key, token = assignment.key, assignment.token
+        try:
+            await self._steps.clean_up(assignment)
+        except StepFailedError as error:
+            self._step_failed("assignment.not_cleaned", key, token, str(error))
+        else:
+            self.handle(StepDone(key=key, token=token))
+
+    def _step_failed(self, event: str, key: AssignmentKey, token: int, reason: str) -> None:
+        self._log.warning(event, lease_id=key.lease_id, rank=key.rank, reason=reason)
+        self.handle(StepFailed(key=key, token=token, reason=reason))
+
+    def _watch(self, watch: HolderWatch) -> None:
+        def ended(reason: str) -> None:
+            self._watches.pop(watch.lease_id, None)
+            self.handle(HolderEnded(watch=watch, reason=reason))
+
+        self._unwatch(watch.lease_id)
+        process = watch.process
+        opened = self._adapters.processes.watch(process.pid, process.start_ticks, ended)
+        if opened is None:
+            asyncio.get_running_loop().call_soon(ended, "not found")
+        else:
+            self._watches[watch.lease_id] = opened
+
+    def _unwatch(self, lease_id: LeaseId) -> None:
+        opened = self._watches.pop(lease_id, None)
+        if opened is not None:
+            opened.close()
+
+    def _stop(self, effect: StopProcess) -> None:
+        number = signal.SIGKILL if effect.force else signal.SIGTERM
+        why = self._adapters.processes.signal(effect.pid, effect.start_ticks, number)
+        self._log.warning("process.stopped", pid=effect.pid, signal=number.name, failed=why)
+
+    def _measured(self, devices: tuple[DeviceTelemetry, ...]) -> None:
+        self.telemetry = devices
+        self.link.send_telemetry(devices)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = self.node.next_deadline()
+        if due_s is None:
+            self._timer = None
+            return
+        delay_s = max(0.0, due_s - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._time_passed)
+
+    def _time_passed(self) -> None:
+        self._timer = None
+        self.handle(TimePassed())
+
+    async def _close(self, tasks: list[asyncio.Future[Any]]) -> None:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.door is not None:
+            await self.door.stop()
+        running = [*tasks, *self._tasks]
+        if self._performing is not None:
+            running.append(self._performing)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for lease_id in list(self._watches):
+            self._unwatch(lease_id)
+        await self._poller.close()
+        if self._state is not None:
+            self._state.close()

@@ -1,0 +1,80 @@
+"""Calls that may block in the kernel for ever, one at a time, on a thread of their own.
+
+A call that hangs takes one daemon thread with it and nothing else: no shared pool,
+no heartbeat. While it hangs every further call is refused at once. A thread lives
+only as long as its call, so an agent at rest has none.
+"""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class CallHangsError(Exception):
+    """A call did not return within its deadline, or an earlier one has not yet."""
+
+
+class BlockingCalls:
+    """Runs blocking calls of one agent, inside the context it was made in."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._context = contextvars.copy_context()
+        self._lock = asyncio.Lock()
+        self._running: asyncio.Future[Any] | None = None
+
+    async def call(self, function: Callable[[], T], deadline_s: float) -> T:
+        """Give what ``function`` gives or raise what it raises; CallHangsError."""
+        async with self._lock:
+            if self._running is not None and not self._running.done():
+                raise CallHangsError(f"an earlier call to the {self._name} has not returned")
+            future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+            self._running = future
+            # Its outcome may come when nobody waits for it any more.
+            future.add_done_callback(_retrieve)
+            threading.Thread(
+                target=self._work, args=(function, future), name=self._name, daemon=True
+            ).start()
+            done, _ = await asyncio.wait({future}, timeout=deadline_s)
+            if not done:
+                raise CallHangsError(f"the {self._name} has not answered for {deadline_s:g} s")
+            return future.result()
+
+    async def returned(self) -> None:
+        """Wait until no call is under way."""
+        if self._running is not None and not self._running.done():
+            await asyncio.wait({self._running})
+
+    def _work(self, function: Callable[[], T], future: asyncio.Future[T]) -> None:
+        outcome: T | None = None
+        error: BaseException | None = None
+        try:
+            outcome = self._context.run(function)
+        except BaseException as raised:  # noqa: BLE001, RUF100 - handed to the caller as it is
+            error = raised
+        loop = future.get_loop()
+        if loop.is_closed():
+            return
+        try:
+            loop.call_soon_threadsafe(_settle, future, outcome, error)
+        except RuntimeError:
+            # The loop was closed between the two lines: nobody waits any more.
+            return
+
+
+def _settle(future: asyncio.Future[Any], outcome: object, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(outcome)
+    else:
+        future.set_exception(error)
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()

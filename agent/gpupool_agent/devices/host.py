@@ -1,0 +1,42 @@
+"""The host itself, and the adapters of a real one."""
+
+import os
+import socket
+from pathlib import Path
+
+from gpupool_agent.devices.hca import SysfsHcaReader
+from gpupool_agent.devices.interfaces import Adapters, HostFacts
+from gpupool_agent.devices.mps import InProcessMps
+from gpupool_agent.devices.nvml import NvmlDriver
+from gpupool_agent.devices.processes import ProcProcessTable
+from gpupool_agent.link import dial
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MEMORY = Path("/proc/meminfo")
+
+
+class ProcHostReader:
+    """``HostReader`` over /proc."""
+
+    def read(self) -> HostFacts:
+        """Raise OSError where /proc is not there."""
+        lines = MEMORY.read_text(encoding="ascii").splitlines()
+        total_kib = next(line.split()[1] for line in lines if line.startswith("MemTotal:"))
+        return HostFacts(
+            hostname=socket.gethostname(),
+            boot_id=BOOT_ID.read_text(encoding="ascii").strip(),
+            cpu_milli=(os.cpu_count() or 0) * 1000,
+            host_memory_mib=int(total_kib) // 1024,
+        )
+
+
+def real_adapters(run_dir: Path) -> Adapters:
+    """What an agent meets on a real host; MPS keeps its directories in ``run_dir``."""
+    return Adapters(
+        driver=NvmlDriver(),
+        mps=InProcessMps(run_dir / "mps"),
+        hcas=SysfsHcaReader(),
+        host=ProcHostReader(),
+        processes=ProcProcessTable(),
+        dial=dial,
+    )

@@ -1,0 +1,287 @@
+"""The GPUs through NVML (nvidia-ml-py).
+
+A failing query hides nothing else: each is asked on its own and gives None where the
+device cannot say. A lost device is named, by what the last good enumeration knew of
+it. The library is initialised anew for every enumeration: handles do not survive a
+hot swap, and the driver counts GPUs when it is initialised.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import pynvml  # pyright: ignore[reportMissingTypeStubs] - it has none, see below
+
+from gpupool.model.assignment import DeviceTelemetry
+from gpupool.model.ids import DeviceUuid
+from gpupool.model.inventory import Device
+from gpupool_agent.core.readings import DeviceUsage, DriverInventory, FailedDevice, GpuProcess
+from gpupool_agent.devices.interfaces import DriverUnavailableError
+from gpupool_agent.devices.sysfs import read_int
+
+T = TypeVar("T")
+
+# nvidia-ml-py has no types; this is the edge.
+nvml: Any = pynvml
+
+MIB = 2**20
+FABRIC_COMPLETED = 3
+MIG_ENABLED = 1
+
+FAILURES = {
+    15: ("gpu_lost", "the driver has lost it"),
+    16: ("gpu_reset_required", "it needs a reset"),
+    11: ("gpu_irq", "the kernel saw an interrupt problem"),
+    8: ("gpu_power", "its external power is not connected"),
+}
+"""NVML return codes after which a device is of no use, by what they mean."""
+
+CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
+"""By compute capability, where it is not 128: NVML counts cores, not multiprocessors."""
+
+
+class _DeviceFailedError(Exception):
+    """The device of a query is of no use any more."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+@dataclass(slots=True)
+class _Listed:
+    """A device of the last enumeration with its handle; None: it has failed."""
+
+    device: Device
+    handle: Any
+
+
+class NvmlDriver:
+    """``GpuDriver`` over NVML. ``sysfs`` is where /sys is, for NUMA nodes."""
+
+    def __init__(self, sysfs: Path = Path("/sys")) -> None:
+        self._sysfs = sysfs
+        self._initialised = False
+        self._listed: dict[DeviceUuid, _Listed] = {}
+        self._failed: dict[DeviceUuid, FailedDevice] = {}
+        self._memory_mib: dict[DeviceUuid, int] = {}
+
+    def inventory(self) -> DriverInventory:
+        """Every GPU and MIG instance, freshly enumerated."""
+        self.close()
+        self._demand(nvml.nvmlInit)
+        self._initialised = True
+        count = self._demand(nvml.nvmlDeviceGetCount)
+        if not count:
+            raise DriverUnavailableError("the driver lists no devices")
+        before, self._listed, self._failed = self._listed, {}, {}
+        unreadable: list[str] = []
+        for index in range(count):
+            try:
+                handle = _query(nvml.nvmlDeviceGetHandleByIndex, index)
+                self._list(index, handle)
+            except _DeviceFailedError as failure:
+                self._list_failed(index, before, failure)
+                if not any(each.device.index == index for each in self._listed.values()):
+                    unreadable.append(f"GPU {index}: {failure.reason}")
+            except nvml.NVMLError as error:
+                unreadable.append(f"GPU {index}: {error}")
+        return DriverInventory(
+            devices=tuple(each.device for each in self._listed.values()),
+            failed=tuple(self._failed.values()),
+            unreadable=tuple(unreadable),
+            driver_version=_text(_ask(nvml.nvmlSystemGetDriverVersion)),
+        )
+
+    def usage(self) -> tuple[DeviceUsage, ...]:
+        """Processes and memory of every device of the last inventory."""
+        self._need_inventory()
+        return tuple(self._usage(uuid, each) for uuid, each in self._listed.items())
+
+    def telemetry(self) -> tuple[DeviceTelemetry, ...]:
+        """Measurements of every device of the last inventory that has not failed."""
+        self._need_inventory()
+        found: list[DeviceTelemetry] = []
+        for uuid, each in self._listed.items():
+            if uuid in self._failed:
+                continue
+            try:
+                found.append(_telemetry(uuid, each.handle))
+            except _DeviceFailedError as failure:
+                self._fail(uuid, failure)
+        return tuple(found)
+
+    def close(self) -> None:
+        """Give the library back."""
+        if self._initialised:
+            self._initialised = False
+            _ask(nvml.nvmlShutdown)
+
+    def _need_inventory(self) -> None:
+        if not self._initialised:
+            raise DriverUnavailableError("the driver has not been enumerated")
+
+    def _demand(self, query: Callable[..., T]) -> T:
+        try:
+            return query()
+        except nvml.NVMLError as error:
+            raise DriverUnavailableError(str(error)) from error
+
+    def _list(self, index: int, handle: Any) -> None:
+        device = self._device(index, handle)
+        mig = _ask(nvml.nvmlDeviceGetMigMode, handle)
+        if not mig or mig[0] != MIG_ENABLED:
+            self._listed[device.uuid] = _Listed(device, handle)
+            return
+        for instance in range(_ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+            instance_handle = _ask(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, instance)
+            if instance_handle is not None:
+                mig_device = self._mig_device(device, instance_handle)
+                self._listed[mig_device.uuid] = _Listed(mig_device, instance_handle)
+
+    def _list_failed(
+        self, index: int, before: dict[DeviceUuid, _Listed], failure: _DeviceFailedError
+    ) -> None:
+        """Keep listing what was at this index, as failed."""
+        for uuid, each in before.items():
+            if each.device.index == index:
+                self._listed[uuid] = each
+                self._fail(uuid, failure)
+
+    def _fail(self, uuid: DeviceUuid, failure: _DeviceFailedError) -> FailedDevice:
+        failed = FailedDevice(uuid=uuid, code=failure.code, reason=failure.reason)
+        self._failed[uuid] = failed
+        return failed
+
+    def _device(self, index: int, handle: Any) -> Device:
+        uuid = DeviceUuid(_text(_query(nvml.nvmlDeviceGetUUID, handle)))
+        pci = _ask(nvml.nvmlDeviceGetPciInfo, handle)
+        address = pci_address(_text(pci.busId)) if pci is not None else ""
+        capability = cast(
+            "tuple[int, int] | None", _ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        )
+        cores = _ask(nvml.nvmlDeviceGetNumGpuCores, handle) or 0
+        return Device(
+            uuid=uuid,
+            model=_text(_ask(nvml.nvmlDeviceGetName, handle)),
+            pci_address=address,
+            memory_mib=self._usable_memory_mib(uuid, handle),
+            index=index,
+            numa_node=read_int(
+                self._sysfs / "bus" / "pci" / "devices" / address / "numa_node", unknown=-1
+            ),
+            nvlink_domain=_nvlink_domain(handle),
+            sm_count=cores // CORES_PER_SM.get(capability, 128) if capability else 0,
+            compute_capability=f"{capability[0]}.{capability[1]}" if capability else "",
+        )
+
+    def _mig_device(self, parent: Device, handle: Any) -> Device:
+        uuid = DeviceUuid(_text(_query(nvml.nvmlDeviceGetUUID, handle)))
+        attributes = _ask(nvml.nvmlDeviceGetAttributes_v2, handle)
+        return Device(
+            uuid=uuid,
+            model=_text(_ask(nvml.nvmlDeviceGetName, handle)) or parent.model,
+            pci_address=parent.pci_address,
+            memory_mib=self._usable_memory_mib(uuid, handle),
+            index=parent.index,
+            numa_node=parent.numa_node,
+            sm_count=attributes.multiprocessorCount if attributes is not None else 0,
+            sliceable=False,
+            parent_uuid=parent.uuid,
+            compute_capability=parent.compute_capability,
+        )
+
+    def _usable_memory_mib(self, uuid: DeviceUuid, handle: Any) -> int | None:
+        """Total less reserved; a reading that fails once does not make it unknown."""
+        memory = _memory(handle)
+        if memory is None:
+            return self._memory_mib.get(uuid)
+        usable_mib: int = (memory.total - getattr(memory, "reserved", 0)) // MIB
+        self._memory_mib[uuid] = usable_mib
+        return usable_mib
+
+    def _usage(self, uuid: DeviceUuid, each: _Listed) -> DeviceUsage:
+        failed = self._failed.get(uuid)
+        if failed is None:
+            try:
+                memory = _memory(each.handle)
+                return DeviceUsage(
+                    uuid=uuid,
+                    processes=_processes(each.handle),
+                    memory_used_mib=None if memory is None else memory.used // MIB,
+                )
+            except _DeviceFailedError as failure:
+                failed = self._fail(uuid, failure)
+        return DeviceUsage(uuid=uuid, processes=None, memory_used_mib=None, failed=failed)
+
+
+def pci_address(bus_id: str) -> str:
+    """NVML's bus id as sysfs has it: "00000000:1B:00.0" is "0000:1b:00.0"."""
+    domain, _, rest = bus_id.lower().partition(":")
+    return f"{domain[-4:]:0>4}:{rest}" if rest else ""
+
+
+def _query(query: Callable[..., T], *arguments: Any) -> T:
+    """Ask, and tell a device that is of no use from a query that fails."""
+    try:
+        return query(*arguments)
+    except nvml.NVMLError as error:
+        if error.value in FAILURES:
+            raise _DeviceFailedError(*FAILURES[error.value]) from error
+        raise
+
+
+def _ask(query: Callable[..., T], *arguments: Any) -> T | None:
+    """Ask; None where the device or the driver cannot say."""
+    try:
+        return _query(query, *arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
+
+
+def _memory(handle: Any) -> Any | None:
+    """Memory with its reserve; an older driver folds the reserve into what is used."""
+    memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
+    return _ask(nvml.nvmlDeviceGetMemoryInfo, handle) if memory is None else memory
+
+
+def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
+    """Compute processes; under MPS its clients are listed apart from its server."""
+    running: list[Any] | None = _ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    if running is None:
+        return None
+    clients: list[Any] = _ask(nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, handle) or []
+    memory_mib: dict[int, int] = {
+        each.pid: (each.usedGpuMemory or 0) // MIB for each in [*running, *clients]
+    }
+    return tuple(GpuProcess(pid=pid, memory_mib=memory_mib[pid]) for pid in sorted(memory_mib))
+
+
+def _telemetry(uuid: DeviceUuid, handle: Any) -> DeviceTelemetry:
+    utilization = _ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+    memory = _memory(handle)
+    return DeviceTelemetry(
+        uuid=uuid,
+        utilization_pct=None if utilization is None else utilization.gpu,
+        memory_used_mib=None if memory is None else memory.used // MIB,
+        temperature_c=_ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        power_mw=_ask(nvml.nvmlDeviceGetPowerUsage, handle),
+    )
+
+
+def _nvlink_domain(handle: Any) -> str:
+    """Give "<cluster uuid>.<clique>" where the fabric is up; a zero cluster is the host."""
+    info = nvml.c_nvmlGpuFabricInfo_v2_t()
+    if _ask(nvml.nvmlDeviceGetGpuFabricInfoV, handle, nvml.byref(info)) is None:
+        return ""
+    cluster = bytes(info.clusterUuid).hex()
+    if info.state != FABRIC_COMPLETED or info.status != 0 or not int(cluster, 16):
+        return ""
+    parts = (cluster[:8], cluster[8:12], cluster[12:16], cluster[16:20], cluster[20:])
+    return f"{'-'.join(parts)}.{info.cliqueId}"

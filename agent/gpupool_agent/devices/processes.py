@@ -1,0 +1,143 @@
+"""The processes of this host, through /proc and pidfds.
+
+A pid alone names nobody: it is given out again. So every process is named by its
+start time too, and is watched and signalled through a pidfd, which stays with the
+process that it was opened for.
+"""
+
+import asyncio
+import os
+import pwd
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from gpupool_agent.devices.interfaces import ProcessFacts
+
+ANCESTORS_MAX = 64
+COMMAND_CHARS_MAX = 253
+LEASE_ID = b"GPUPOOL_LEASE_ID="
+
+
+class PidfdWatch:
+    """A watched process. The event loop calls back when its pidfd turns readable."""
+
+    def __init__(self, pidfd: int, on_end: Callable[[str], None]) -> None:
+        self._pidfd = pidfd
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pidfd, self._ended)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _ended(self) -> None:
+        self.close()
+        self._on_end("exited")
+
+
+class ProcProcessTable:
+    """``ProcessTable`` over /proc."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+
+    def describe(self, pid: int) -> ProcessFacts | None:
+        """Facts of a process, None when there is no such process (any more)."""
+        directory = self._proc / str(pid)
+        try:
+            parent, ticks = self._stat(pid)
+            uid = directory.stat().st_uid
+            command = (directory / "cmdline").read_bytes()
+        except (OSError, ValueError):
+            return None
+        return ProcessFacts(
+            pid=pid,
+            start_ticks=ticks,
+            uid=uid,
+            user=user_name(uid),
+            command=_printable(command),
+            lease_id=self._lease_id(directory),
+            ancestors=self._ancestors(parent),
+        )
+
+    def start_ticks(self, pid: int) -> int | None:
+        """Start time of a process in clock ticks since boot, None when there is none."""
+        try:
+            return self._stat(pid)[1]
+        except (OSError, ValueError):
+            return None
+
+    def watch(self, pid: int, start_ticks: int, on_end: Callable[[str], None]) -> PidfdWatch | None:
+        """Call ``on_end("exited")`` once the process is gone; None: there is none."""
+        pidfd = self._open(pid, start_ticks)
+        return None if pidfd is None else PidfdWatch(pidfd, on_end)
+
+    def signal(self, pid: int, start_ticks: int, number: int) -> str:
+        """Send a signal to exactly this process; why not, where that fails."""
+        pidfd = self._open(pid, start_ticks)
+        if pidfd is None:
+            return ""
+        try:
+            signal.pidfd_send_signal(pidfd, number)
+        except ProcessLookupError:
+            return ""
+        except PermissionError as error:
+            return str(error)
+        finally:
+            os.close(pidfd)
+        return ""
+
+    def _open(self, pid: int, start_ticks: int) -> int | None:
+        """Open a pidfd of this very process: opened first, compared after."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        if self.start_ticks(pid) != start_ticks:
+            os.close(pidfd)
+            return None
+        return pidfd
+
+    def _stat(self, pid: int) -> tuple[int, int]:
+        """Parent and start time. The name in brackets may hold blanks and brackets."""
+        text = (self._proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        fields = text.rpartition(")")[2].split()
+        return int(fields[1]), int(fields[19])
+
+    def _ancestors(self, parent: int) -> tuple[int, ...]:
+        line: list[int] = []
+        while parent > 0 and len(line) < ANCESTORS_MAX:
+            line.append(parent)
+            try:
+                parent = self._stat(parent)[0]
+            except (OSError, ValueError, IndexError):
+                break
+        return tuple(line)
+
+    def _lease_id(self, directory: Path) -> str | None:
+        try:
+            environment = (directory / "environ").read_bytes()
+        except OSError:
+            return None
+        for entry in environment.split(b"\0"):
+            if entry.startswith(LEASE_ID):
+                return entry.removeprefix(LEASE_ID).decode(errors="replace")
+        return ""
+
+
+def user_name(uid: int) -> str:
+    """Name of a user, empty where the host knows none."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return ""
+
+
+def _printable(command: bytes) -> str:
+    text = command.replace(b"\0", b" ").decode(errors="replace").strip()
+    return "".join(each if each.isprintable() else "?" for each in text)[:COMMAND_CHARS_MAX]

@@ -1,0 +1,181 @@
+"""Reading the machine again and again, however it behaves.
+
+One task asks the driver, call after call, each with a deadline. A driver that hangs
+is reported once and asked again as soon as its call returns; one that is not there
+is asked again with a growing delay. Neither delays anything else of the agent.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import structlog
+
+from gpupool.model.assignment import DeviceTelemetry
+from gpupool.model.inventory import Hca
+from gpupool_agent.core.events import (
+    DriverSilent,
+    HcasRead,
+    InventoryRead,
+    NodeEvent,
+    UsageRead,
+)
+from gpupool_agent.core.readings import DeviceProcess, DeviceState, DeviceUsage, GpuProcess
+from gpupool_agent.devices.blocking import BlockingCalls, CallHangsError
+from gpupool_agent.devices.interfaces import (
+    DriverUnavailableError,
+    GpuDriver,
+    HcaReader,
+    ProcessTable,
+)
+
+T = TypeVar("T")
+
+RETRY_S_MIN = 1.0
+RETRY_S_MAX = 30.0
+
+
+class Periods(Protocol):
+    """How often what is read, in seconds; see AgentSettings."""
+
+    @property
+    def inventory_period_s(self) -> float: ...  # noqa: D102
+    @property
+    def usage_period_s(self) -> float: ...  # noqa: D102
+    @property
+    def telemetry_period_s(self) -> float: ...  # noqa: D102
+    @property
+    def driver_deadline_s(self) -> float: ...  # noqa: D102
+
+
+class Poller:
+    """Reads devices and adapters and tells what it found."""
+
+    def __init__(
+        self,
+        *,
+        periods: Periods,
+        driver: GpuDriver,
+        hcas: HcaReader,
+        processes: ProcessTable,
+        handle: Callable[[NodeEvent], None],
+        measured: Callable[[tuple[DeviceTelemetry, ...]], None],
+    ) -> None:
+        self._periods = periods
+        self._driver = driver
+        self._hcas = hcas
+        self._processes = processes
+        self._handle = handle
+        self._measured = measured
+        self._calls = BlockingCalls("driver")
+        self._wanted = asyncio.Event()
+        self._retry_s = RETRY_S_MIN
+        self._inventory_s = self._usage_s = self._telemetry_s = float("-inf")
+        self._log = structlog.get_logger()
+        self.has_read = asyncio.Event()
+
+    def read_usage(self) -> None:
+        """Read processes and memory now, not only when their time has come."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Read until cancelled; ``has_read`` is set after the first try."""
+        while True:
+            try:
+                await self._read_due()
+                self._retry_s = RETRY_S_MIN
+            except CallHangsError as error:
+                self._silent("nvml_hang", str(error))
+                await self._calls.returned()
+                self._inventory_s = self._usage_s = time.monotonic()
+                continue
+            except DriverUnavailableError as error:
+                self._silent("driver_unavailable", str(error))
+                # Whatever else was due would say the same.
+                self._inventory_s = time.monotonic() + self._retry_s
+                self._usage_s = self._telemetry_s = float("inf")
+                self._retry_s = min(self._retry_s * 2, RETRY_S_MAX)
+            self.has_read.set()
+            await self._wait()
+
+    async def close(self) -> None:
+        """Give the driver back, unless it hangs."""
+        try:
+            await self._calls.call(self._driver.close, self._periods.driver_deadline_s)
+        except CallHangsError as error:
+            self._log.warning("driver.not_closed", reason=str(error))
+
+    async def _read_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._inventory_s:
+            await self._read_inventory()
+            self._inventory_s = now + self._periods.inventory_period_s
+            self._usage_s = now
+        if now >= self._usage_s or (self._wanted.is_set() and self._usage_s < float("inf")):
+            await self._read_usage()
+            self._usage_s = now + self._periods.usage_period_s
+        if now >= self._telemetry_s or self._telemetry_s == float("inf"):
+            self._measured(await self._call(self._driver.telemetry))
+            self._telemetry_s = now + self._periods.telemetry_period_s
+
+    async def _read_inventory(self) -> None:
+        hcas: tuple[Hca, ...] = await self._call(self._hcas.read)
+        self._handle(HcasRead(hcas=hcas))
+        inventory = await self._call(self._driver.inventory)
+        self._handle(InventoryRead(inventory=inventory, unix_s=time.time()))
+
+    async def _read_usage(self) -> None:
+        self._wanted.clear()
+        started_s = time.monotonic()
+        devices = await self._call(self._usage)
+        self._handle(UsageRead(started_s=started_s, devices=devices, unix_s=time.time()))
+
+    def _usage(self) -> tuple[DeviceState, ...]:
+        """On the driver's thread: looking up users may block as well."""
+        return tuple(describe(each, self._processes) for each in self._driver.usage())
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        return await self._calls.call(function, self._periods.driver_deadline_s)
+
+    def _silent(self, code: str, reason: str) -> None:
+        self._handle(DriverSilent(code=code, reason=reason, unix_s=time.time()))
+        self.has_read.set()
+
+    async def _wait(self) -> None:
+        due_s = min(self._inventory_s, self._usage_s, self._telemetry_s)
+        try:
+            async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
+                await self._wanted.wait()
+        except TimeoutError:
+            return
+
+
+def describe(usage: DeviceUsage, processes: ProcessTable) -> DeviceState:
+    """Add to each process on a device what tells whose it is."""
+    found = None
+    if usage.processes is not None:
+        found = tuple(_describe(process, processes) for process in usage.processes)
+    return DeviceState(
+        uuid=usage.uuid,
+        processes=found,
+        memory_used_mib=usage.memory_used_mib,
+        failed=usage.failed,
+    )
+
+
+def _describe(process: GpuProcess, processes: ProcessTable) -> DeviceProcess:
+    """A process that the kernel does not know is listed all the same: it holds memory."""
+    facts = processes.describe(process.pid)
+    if facts is None:
+        return DeviceProcess(pid=process.pid, memory_mib=process.memory_mib)
+    return DeviceProcess(
+        pid=process.pid,
+        start_ticks=facts.start_ticks,
+        uid=facts.uid,
+        user=facts.user,
+        command=facts.command,
+        memory_mib=process.memory_mib,
+        lease_id=facts.lease_id,
+        ancestors=facts.ancestors,
+    )

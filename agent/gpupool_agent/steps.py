@@ -1,0 +1,94 @@
+"""Carrying out Prepare and CleanUp: today the MPS side of slices.
+
+A step either succeeds or leaves nothing behind. Steps on one GPU go one after the
+other, so that a daemon is not stopped under a slice that is just being admitted.
+"""
+
+import asyncio
+from collections import defaultdict
+
+from gpupool.model.assignment import Assignment
+from gpupool.model.ids import DeviceUuid
+from gpupool.model.lease import DeviceShare
+from gpupool_agent.devices.interfaces import MpsControl, MpsError, SliceLimits
+
+STEP_DEADLINE_S = 60.0
+
+
+class StepFailedError(Exception):
+    """A step did not succeed; the text is for people."""
+
+
+class Steps:
+    """Prepares and cleans up assignments on this node."""
+
+    def __init__(self, mps: MpsControl) -> None:
+        self._mps = mps
+        self._locks: defaultdict[DeviceUuid, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def prepare(self, assignment: Assignment, *, adopted: bool) -> dict[str, str]:
+        """Give what the slices of the assignment add to its environment.
+
+        ``adopted``: its holder may be at work, so no probe runs beside it. Raises
+        StepFailedError.
+        """
+        environment: dict[str, str] = {}
+        try:
+            async with asyncio.timeout(STEP_DEADLINE_S):
+                for share in _slices(assignment):
+                    async with self._locks[share.device_uuid]:
+                        environment |= await self._admit(assignment, share, probe=not adopted)
+        except (MpsError, TimeoutError) as error:
+            if not adopted:
+                await self._roll_back(assignment)
+            raise StepFailedError(_reason(error)) from error
+        return environment
+
+    async def clean_up(self, assignment: Assignment) -> None:
+        """Take back what ``prepare`` did; raises StepFailedError."""
+        try:
+            async with asyncio.timeout(STEP_DEADLINE_S):
+                for share in _slices(assignment):
+                    async with self._locks[share.device_uuid]:
+                        await self._dismiss(assignment, share.device_uuid)
+        except (MpsError, TimeoutError) as error:
+            raise StepFailedError(_reason(error)) from error
+
+    async def _admit(
+        self, assignment: Assignment, share: DeviceShare, *, probe: bool
+    ) -> dict[str, str]:
+        limits = SliceLimits(
+            key=assignment.key,
+            token=assignment.token,
+            uid=assignment.uid,
+            share_pct=share.share_pct,
+            memory_mib=share.memory_mib,
+        )
+        await self._mps.start(share.device_uuid, assignment.uid)
+        environment = await self._mps.set_limits(share.device_uuid, limits)
+        if probe:
+            await self._mps.probe(share.device_uuid, limits)
+        return environment
+
+    async def _dismiss(self, assignment: Assignment, gpu: DeviceUuid) -> None:
+        await self._mps.remove_limits(gpu, assignment.key, assignment.token)
+        if (await self._mps.status(gpu)).slices:
+            return
+        await self._mps.stop(gpu)
+        rest = await self._mps.verify(gpu)
+        if rest:
+            raise MpsError(f"{gpu}: {rest}")
+
+    async def _roll_back(self, assignment: Assignment) -> None:
+        try:
+            await self.clean_up(assignment)
+        except StepFailedError as error:
+            raise StepFailedError(f"it failed, and could not be taken back: {error}") from error
+
+
+def _slices(assignment: Assignment) -> list[DeviceShare]:
+    return [share for share in assignment.place.devices if not share.whole]
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or f"it took longer than {STEP_DEADLINE_S:g} s"
