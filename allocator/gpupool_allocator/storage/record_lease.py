@@ -173,6 +173,8 @@ def lease_to_json(lease: Lease) -> Json:
         shape["grant_unix_s"] = lease.grant_unix_s
     if lease.end_unix_s is not None:
         shape["end_unix_s"] = lease.end_unix_s
+    if lease.ending_as is not None:
+        shape["ending_as"] = lease.ending_as
     if lease.position:
         shape["position"] = lease.position
     if explanation := _explanation_to_json(lease.explanation):
@@ -183,6 +185,7 @@ def lease_to_json(lease: Lease) -> Json:
 def lease_from_json(key: str, shape: Json) -> Lease:
     """Inverse of ``lease_to_json``."""
     process = shape.get("process")
+    ending_as = shape.get("ending_as")
     return Lease(
         lease_id=LeaseId(key),
         request_id=RequestId(shape["request_id"]),
@@ -197,6 +200,7 @@ def lease_from_json(key: str, shape: Json) -> Lease:
         create_unix_s=shape["create_unix_s"],
         grant_unix_s=shape.get("grant_unix_s"),
         end_unix_s=shape.get("end_unix_s"),
+        ending_as=None if ending_as is None else LeaseState(ending_as),
         position=shape.get("position", 0),
         explanation=_explanation_from_json(shape.get("explanation", {})),
     )

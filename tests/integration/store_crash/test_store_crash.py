@@ -65,6 +65,28 @@ def each_boundary(
         yield from pool.map(run, points)
 
 
+def test_nothing_is_acknowledged_before_the_log_is_synced(
+    root: Path, tmp_path: Path, boundaries: dict[str, int]
+) -> None:
+    calls = f"trace={','.join((*CALLS, 'write'))}"
+    _, trace = run_writer(root, tmp_path / "run", "-e", calls)
+    log = ""
+    unsynced: set[str] = set()
+    answers = 0
+    for call, file, what in re.findall(r"(\w+)\((\d+)(?:, \"(.{0,15}))?", trace):
+        if call == "pwrite64":
+            unsynced.add(file)
+            if what.startswith(r"7\177\6\202"):
+                log = file
+        elif call == "fdatasync":
+            unsynced.discard(file)
+        elif call == "write" and what.startswith("acknowledged"):
+            answers += 1
+            assert log
+            assert log not in unsynced
+    assert answers == COMMITS
+
+
 def test_what_was_acknowledged_survives_a_kill_at_every_write(
     root: Path, tmp_path: Path, boundaries: dict[str, int]
 ) -> None:

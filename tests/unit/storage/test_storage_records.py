@@ -128,7 +128,7 @@ def unclaimed(node: str, lease: str, rank: int = 0) -> UnclaimedRecord:
     return UnclaimedRecord(node_id=NodeId(node), report=report)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60)
 @given(
     st.one_of(
         st.from_type(Lease),
