@@ -13,15 +13,11 @@ import structlog
 from gpupool import __version__
 from gpupool_allocator import logs
 from gpupool_allocator.daemon import Restart, serve
-from gpupool_allocator.engine import EngineStoppedError
 from gpupool_allocator.settings import FIELDS, AllocatorSettings, BadSettingError, load
 from gpupool_allocator.storage.records import RecordError
 from gpupool_allocator.storage.store import StoreError, StoreFullError, StoreLockedError
 
 EXIT_CANNOT_START = 1
-EXIT_CRASHED = 70
-"""The state in memory could not be trusted any more; a restart goes on from the store."""
-
 EXIT_BAD_SETTINGS = 78
 
 DESCRIPTION = "The allocator of gpupool: grants leases on the pool's GPUs."
@@ -68,11 +64,6 @@ def _serve(settings: AllocatorSettings, ready_file: Path | None) -> int:
     while True:
         try:
             outcome = asyncio.run(serve(settings, above=above, ready_file=ready_file))
-        except EngineStoppedError as error:
-            log.critical("allocator.crashed", reason=str(error), exc_info=error)
-            logs.flush()
-            # No clean-up: what is in memory may be wrong, the store is right.
-            os._exit(EXIT_CRASHED)
         except (OSError, StoreLockedError, StoreFullError, StoreError, RecordError) as error:
             log.critical("allocator.cannot_start", reason=str(error))
             logs.flush()

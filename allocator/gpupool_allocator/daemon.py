@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from gpupool import __version__
-from gpupool_allocator import systemd
+from gpupool_allocator import logs, systemd
 from gpupool_allocator.core.pool import Pool
 from gpupool_allocator.engine import Engine, EngineStoppedError
 from gpupool_allocator.engine.feed import EventFeed
@@ -24,6 +24,9 @@ from gpupool_allocator.storage import records
 from gpupool_allocator.storage.sqlite import SqliteStore
 from gpupool_allocator.storage.store import StoreFullError
 from gpupool_allocator.telemetry import TelemetryBook
+
+EXIT_CRASHED = 70
+"""The state in memory could not be trusted any more; a restart goes on from the store."""
 
 STORE_FILE = "allocator.db"
 STORE_CHECK_S = 2.0
@@ -95,8 +98,8 @@ async def serve(
 ) -> Restart | None:
     """Serves until SIGTERM or SIGINT (None) or until a new term is needed (Restart).
 
-    EngineStoppedError: something happened after which this process must not go on.
-    OSError, the store's errors: it cannot start.
+    Ends the process with EXIT_CRASHED when the engine cannot go on. OSError and the
+    store's errors: it cannot start.
     """
     office = Office(settings)
     await office.begin(above)
@@ -130,7 +133,12 @@ async def serve(
             if task.done():
                 task.result()
         if running.done():
-            return await _new_term(running, rpc, http, office, settings)
+            above = _term_to_exceed(running, engine)
+            log.warning("allocator.new_term", epoch=office.epoch, above=above)
+            await rpc.stop(0)
+            await http.stop()
+            await office.end()
+            return Restart(above=above, settings=_on_ports(settings, rpc.port, http.port))
         log.info("allocator.stopping", grace_s=settings.shutdown_grace_s)
         systemd.notify("STOPPING=1")
         http.begin_stop()
@@ -146,31 +154,30 @@ async def serve(
             task.cancel()
 
 
-async def _new_term(
-    running: asyncio.Task[None],
-    rpc: GrpcServer,
-    http: HttpServer,
-    office: Office,
-    settings: AllocatorSettings,
-) -> Restart:
-    try:
-        running.result()
-    except EngineStoppedError as error:
-        if error.raise_epoch_above is None:
-            raise
-        above = error.raise_epoch_above
-    else:
-        raise EngineStoppedError("the engine ended by itself")
-    log.warning("allocator.new_term", epoch=office.epoch, above=above)
-    await rpc.stop(0)
-    await http.stop()
-    await office.end()
-    same_ports = dataclasses.replace(
-        settings,
-        grpc_address=Address(settings.grpc_address.host, rpc.port),
-        http_address=Address(settings.http_address.host, http.port),
+def _term_to_exceed(running: asyncio.Task[None], engine: Engine) -> int:
+    """The epoch that the next term must be above; a crash does not return."""
+    error = running.exception()
+    if isinstance(error, EngineStoppedError) and error.raise_epoch_above is not None:
+        return error.raise_epoch_above
+    # Not an exception through the callers: on its way they would tidy up and answer
+    # calls, from memory that may be wrong. The store is right.
+    log.critical(
+        "allocator.crashed",
+        reason=str(error),
+        exc_info=error,
+        recent_events=engine.recent_events(),
     )
-    return Restart(above=above, settings=same_ports)
+    logs.flush()
+    os._exit(EXIT_CRASHED)
+
+
+def _on_ports(settings: AllocatorSettings, grpc: int, http: int) -> AllocatorSettings:
+    """Settings for serving where clients have found us, also when the system chose."""
+    return dataclasses.replace(
+        settings,
+        grpc_address=Address(settings.grpc_address.host, grpc),
+        http_address=Address(settings.http_address.host, http),
+    )
 
 
 async def _watch_store(engine: Engine) -> None:

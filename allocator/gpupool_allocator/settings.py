@@ -222,7 +222,7 @@ def load(
     flags: Mapping[str, str] | None = None,
 ) -> AllocatorSettings:
     """Settings from all sources, later ones winning; BadSettingError names the culprit."""
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     if file is not None:
         values |= _parsed(_read_toml(file), str(file))
     from_environment = {
@@ -232,7 +232,7 @@ def load(
     }
     values |= _parsed(from_environment, "environment")
     values |= _parsed(flags or {}, "flags")
-    settings = dataclasses.replace(AllocatorSettings(), **values)
+    settings = AllocatorSettings(**values)
     _check_together(settings)
     return settings
 
@@ -246,8 +246,8 @@ def _read_toml(file: Path) -> dict[str, Raw]:
         ) from (error)
 
 
-def _parsed(raw_values: Mapping[str, Raw], source: str) -> dict[str, object]:
-    values: dict[str, object] = {}
+def _parsed(raw_values: Mapping[str, Raw], source: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     for key, raw in raw_values.items():
         field = FIELDS.get(key)
         if field is None:

@@ -18,7 +18,7 @@ class Health:
 
     def __init__(self, server: aio.Server, services: Sequence[str]) -> None:
         self._services = services
-        self._servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined] # see above
+        self._servicer: Any = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def serving(self) -> None:

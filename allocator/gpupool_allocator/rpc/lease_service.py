@@ -27,6 +27,7 @@ from gpupool_allocator.rpc.messages import dry_run_to_proto, kept_alive_to_proto
 from gpupool_allocator.rpc.pages import page_after, page_token
 from gpupool_allocator.rpc.refusals import accepted
 from gpupool_allocator.rpc.session import Session
+from gpupool_allocator.rpc.sizes import check_lease_size
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -42,6 +43,7 @@ class LeaseService:
     async def acquire(self, request: pb.AcquireRequest, context: Context) -> None:
         """Streams states until the lease is active, or with follow until it ends."""
         ask = acquire_ask_from_proto(request)
+        check_lease_size(ask.spec, request.ByteSize())
         command = self._commands.acquire(ask, self._keys.sender(context))
         answers = AnswerStream()
         self._engine.submit(command, answers)
@@ -53,6 +55,8 @@ class LeaseService:
         """Answers when each is active or refused; each stands alone."""
         sender = self._keys.sender(context)
         asks = acquire_asks_from_proto(request)
+        for index, (ask, message) in enumerate(zip(asks, request.requests, strict=True)):
+            check_lease_size(ask.spec, message.ByteSize(), f"requests[{index}].spec")
         commands = [self._commands.acquire(ask, sender) for ask in asks]
         answers: dict[CommandId, FinalAnswer] = {}
         try:
@@ -133,6 +137,7 @@ class LeaseService:
         """Answers as Acquire would, and changes nothing."""
         sender = self._keys.sender(context)
         spec = sender.spec_for(lease_spec_from_proto(request.spec))
+        check_lease_size(spec, request.ByteSize())
         result = await self._engine.read(
             lambda pool: pool.dry_run(spec, time.monotonic(), explain=request.explain)
         )

@@ -20,6 +20,8 @@ from gpupool_allocator.engine.ids import new_forward_key
 from gpupool_allocator.rpc.agents import AgentStream, AgentStreams
 from gpupool_allocator.rpc.callers import ForwardKeys
 from gpupool_allocator.rpc.refusals import bad_input
+from gpupool_allocator.rpc.sizes import check_inventory_size
+from gpupool_allocator.storage.store import EPOCH_MAX
 from gpupool_allocator.telemetry import TelemetryBook
 
 Context = aio.ServicerContext[Any, Any]
@@ -47,7 +49,11 @@ class NodeService:
 
     async def connect(self, requests: AsyncIterator[pb.ConnectRequest], context: Context) -> None:
         """Hello, then reports up and desired states down, until either side ends it."""
-        hello = hello_from_proto(await _first(requests))
+        message = await _first(requests)
+        hello = hello_from_proto(message)
+        check_inventory_size(hello.inventory, message.inventory.ByteSize(), "hello.inventory")
+        if hello.highest_epoch > EPOCH_MAX:
+            raise BadField("hello.highest_epoch", hello.highest_epoch, f"0..{EPOCH_MAX}")
         stream = AgentStream(NodeId(hello.node_id), new_forward_key(), self._keys)
         self._streams.add(stream)
         stream.connection = self._engine.open_connection(stream)
@@ -104,6 +110,9 @@ class NodeService:
         match request.WhichOneof("message"):
             case "report":
                 report = report_from_proto(request.report)
+                if report.inventory is not None:
+                    size = request.report.inventory.ByteSize()
+                    check_inventory_size(report.inventory, size, "report.inventory")
                 # One report of a node at a time: a fast agent waits, not our memory.
                 await self._engine.tell(
                     NodeReported(

@@ -30,6 +30,7 @@ from gpupool_allocator.rpc.callers import Sender
 from gpupool_allocator.rpc.commands import LeaseCommands
 from gpupool_allocator.rpc.messages import kept_alive_to_proto
 from gpupool_allocator.rpc.refusals import bad_input
+from gpupool_allocator.rpc.sizes import check_lease_size
 
 Context = aio.ServicerContext[Any, Any]
 
@@ -164,6 +165,7 @@ class Session:
         match message.WhichOneof("command"):
             case "acquire":
                 ask = acquire_ask_from_proto(message.acquire, f"{at}.acquire")
+                check_lease_size(ask.spec, message.ByteSize(), f"{at}.acquire.spec")
                 return self._commands.acquire(ask, self._sender)
             case "keep_alive":
                 inner = f"{at}.keep_alive"
