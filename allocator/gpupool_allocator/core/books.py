@@ -13,6 +13,7 @@ from gpupool.model.inventory import NodeInventory
 from gpupool.model.lease import DeviceShare, Place
 from gpupool_allocator.core.capacity import CAUSES, UNCLEAN, Booking, DeviceCapacity, NodeCapacity
 from gpupool_allocator.core.index import ShapeIndex
+from gpupool_allocator.core.totals import NOTHING, Totals, totals_of
 
 
 class BookingError(Exception):
@@ -38,6 +39,8 @@ class Books:
         self._devices: dict[DeviceUuid, DeviceCapacity] = {}
         self._homes: dict[AssignmentKey, NodeCapacity] = {}
         self._held_devices: dict[HoldId, dict[DeviceUuid, NodeCapacity]] = {}
+        self._totals = NOTHING
+        self._totals_of: dict[NodeId, Totals] = {}
 
     # -- what there is ---------------------------------------------------------
 
@@ -71,8 +74,8 @@ class Books:
         node.inventory = inventory
         self._put_devices(node, inventory)
         node.recount()
-        self.index.refresh(node)
-        self.index.refresh_access(node)
+        self._capacity_changed(node)
+        self._access_changed(node)
 
     def forget_device(self, uuid: DeviceUuid) -> None:
         """Forgets a device; BookingError while something is booked on it."""
@@ -83,7 +86,7 @@ class Books:
         self._note_holds(node, device, frozenset())
         del self._devices[uuid], node.devices[uuid]
         node.recount()
-        self.index.refresh(node)
+        self._capacity_changed(node)
 
     def forget_node(self, node_id: NodeId) -> None:
         """Forgets a node and its devices; BookingError while something is booked on it."""
@@ -96,6 +99,7 @@ class Books:
             self._note_holds(node, device, frozenset())
             del self._devices[device.device.uuid]
         self.index.forget(node)
+        self._totals = self._totals.replaced(self._totals_of.pop(node.node_id, NOTHING), NOTHING)
         del self._nodes[node_id]
         del self._by_number[node.number]
         heappush(self._free_numbers, node.number)
@@ -107,7 +111,7 @@ class Books:
         node = self._nodes[node_id]
         if node.offered != offered:
             node.offered = offered
-            self.index.refresh_access(node)
+            self._access_changed(node)
 
     def offer_device(self, uuid: DeviceUuid, offered: bool, cause: str = UNCLEAN) -> None:
         """Says whether a device is clean, present and healthy, and why not.
@@ -122,14 +126,14 @@ class Books:
             raise BookingError(f"device {uuid} is absent from node {device.node_id}")
         if device.offered != offered or device.cause != cause:
             device.offered, device.cause = offered, cause
-            self.index.refresh(self._nodes[device.node_id])
+            self._capacity_changed(self._nodes[device.node_id])
 
     def hold_node(self, node_id: NodeId, holds: frozenset[HoldId]) -> None:
         """Replaces the holds on a node."""
         node = self._nodes[node_id]
         if node.holds != holds:
             node.holds = holds
-            self.index.refresh_access(node)
+            self._access_changed(node)
 
     def hold_device(self, uuid: DeviceUuid, holds: frozenset[HoldId]) -> None:
         """Replaces the holds on a device."""
@@ -137,7 +141,7 @@ class Books:
         if device.holds != holds:
             node = self._nodes[device.node_id]
             self._note_holds(node, device, holds)
-            self.index.refresh(node)
+            self._capacity_changed(node)
 
     # -- what is granted -------------------------------------------------------
 
@@ -179,7 +183,7 @@ class Books:
         if restored:
             node.recount()
         self._homes[key] = node
-        self.index.refresh(node)
+        self._capacity_changed(node)
 
     def unbook(self, key: AssignmentKey) -> Place:
         """Takes a grant back; BookingError where there is none."""
@@ -187,7 +191,7 @@ class Books:
         if node is None:
             raise BookingError(f"{key} is not booked")
         booking = node.give(key)
-        self.index.refresh(node)
+        self._capacity_changed(node)
         return booking.place
 
     # -- reading ---------------------------------------------------------------
@@ -252,6 +256,18 @@ class Books:
         """Grants on a node, oldest booking first."""
         return [(key, each.place) for key, each in self._nodes[node_id].bookings.items()]
 
+    def keys(self) -> Iterable[AssignmentKey]:
+        """Everybody who has something booked."""
+        return self._homes.keys()
+
+    def is_whole(self, uuid: DeviceUuid) -> bool:
+        """The device is granted to one member as a whole."""
+        return self._devices[uuid].whole
+
+    def totals(self) -> Totals:
+        """Sums over the pool."""
+        return self._totals
+
     def place_of(self, key: AssignmentKey) -> Place | None:
         """Where a key is booked."""
         node = self._homes.get(key)
@@ -285,8 +301,27 @@ class Books:
         assert homes.keys() == self._homes.keys(), "homes differ from the bookings"
         assert all(self._homes[key] is node for key, node in homes.items()), "wrong home"
         self.index.check(list(self._nodes.values()))
+        fresh_totals = NOTHING
+        for node in self._nodes.values():
+            fresh_totals = fresh_totals.replaced(NOTHING, totals_of(node))
+        assert self._totals == fresh_totals, "totals differ from the devices"
 
     # -- inside ----------------------------------------------------------------
+
+    def _capacity_changed(self, node: NodeCapacity) -> None:
+        """Lets the index and the totals follow what a node has and what is granted of it."""
+        self.index.refresh(node)
+        self._recount(node)
+
+    def _access_changed(self, node: NodeCapacity) -> None:
+        """Lets the index and the totals follow whether a node may be used at all."""
+        self.index.refresh_access(node)
+        self._recount(node)
+
+    def _recount(self, node: NodeCapacity) -> None:
+        new = totals_of(node)
+        self._totals = self._totals.replaced(self._totals_of.get(node.node_id, NOTHING), new)
+        self._totals_of[node.node_id] = new
 
     def _free_number(self) -> int:
         # Lowest first: bitsets stay short, and ties fall to the longest-known node.

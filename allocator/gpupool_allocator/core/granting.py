@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from gpupool.model.ids import HoldId, LeaseId, NodeId
-from gpupool.model.lease import Explanation, LeaseState, Place
+from gpupool.model.lease import Cause, Explanation, LeaseState, Place
 from gpupool.model.request import LeaseSpec, Level
 from gpupool_allocator.core.books import BookingError
 from gpupool_allocator.core.clocks import ClockKind
@@ -45,14 +45,44 @@ def decide(state: State, spec: LeaseSpec, lease_id: LeaseId | None, now: float) 
     through = passes(state, spec, lease_id, now)
     found = plan(state.books, spec, through)
     if isinstance(found, Unplaced):
-        return found
+        return _behind_the_head(state, spec, through, found)
+    return _validated(state, spec, found, through)
+
+
+def _validated(
+    state: State, spec: LeaseSpec, found: Plan, through: frozenset[HoldId]
+) -> Plan | Unplaced:
+    """The plan, if the independent validator finds nothing wrong with it."""
     wrong = validate(state.books, spec, found, through)
     if wrong is None:
         return found
     state.out.alarm("plan_rejected", f"validator rejected a plan: {wrong}")
+    return _internal(wrong)
+
+
+def _internal(wrong: str) -> Unplaced:
+    return Unplaced(explanation=Explanation(summary=f"internal: {wrong}"), never=False)
+
+
+def _behind_the_head(
+    state: State, spec: LeaseSpec, through: frozenset[HoldId], found: Unplaced
+) -> Unplaced:
+    """Tells what is missing from what is only kept for the head of the queue."""
+    if state.reserved_for is None:
+        return found
+    reserved = queue_hold_id(state.reserved_for)
+    if reserved in through:
+        return found
+    beyond = plan(state.books, spec, through | {reserved})
+    if isinstance(beyond, Unplaced):
+        return beyond
+    count = len(state.reserved)
+    message = f"{count} nodes are kept for request {state.reserved_for}, the first in the queue"
     return Unplaced(
         explanation=Explanation(
-            summary=f"internal: the plan was rejected by the validator: {wrong}"
+            summary=message,
+            causes=(Cause(code="queue", count=count, unit="node", message=message),),
+            nearest_change="a max_duration that ends before the first request is expected to start",
         ),
         never=False,
     )
@@ -76,7 +106,7 @@ def try_grant(state: State, lease: LeaseEntry, now: float) -> Granted | Unplaced
     refused = _book_all(state, lease, members)
     if refused is not None:
         state.out.alarm("booking_refused", f"books refused a validated plan: {refused}")
-        return Unplaced(explanation=Explanation(summary=f"internal: {refused}"), never=False)
+        return _internal(refused)
     _settle_grant(state, lease, members, now)
     return Granted(nodes_touched=found.nodes_touched)
 
@@ -161,11 +191,8 @@ def replan_member(
     found = plan(state.books, alone, through, exclude=frozenset(avoid))
     if isinstance(found, Unplaced):
         return found
-    wrong = validate(state.books, alone, found, through)
-    if wrong is not None:
-        state.out.alarm("plan_rejected", f"validator rejected a replacement: {wrong}")
-        return Unplaced(explanation=Explanation(summary=f"internal: {wrong}"), never=False)
-    return found.members[0].place
+    checked = _validated(state, alone, found, through)
+    return checked if isinstance(checked, Unplaced) else checked.members[0].place
 
 
 def _full_nodes(members: list[MemberEntry], most: int) -> set[NodeId]:

@@ -125,6 +125,7 @@ def _add_members(state: State, lease: LeaseEntry) -> None:
                 member.place,
                 uid=lease.spec.uid,
                 shared_trust=lease.spec.shared_trust,
+                restored=True,
             )
         except BookingError as broken:
             state.out.alarm("restore_overlap", f"lease {lease.lease_id}: {broken}")

@@ -8,12 +8,12 @@ of smaller requests cannot starve it.
 
 from math import inf
 
-from gpupool.model.ids import LeaseId, NodeId
+from gpupool.model.ids import HoldId, LeaseId, NodeId
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.entries import LeaseEntry
 from gpupool_allocator.core.granting import Granted, passes, try_grant
 from gpupool_allocator.core.placement import may_fit_now, soonest
-from gpupool_allocator.core.state import State
+from gpupool_allocator.core.state import State, queue_hold_id
 
 HEADS_TRIED_MAX = 8
 """Waiting requests that are asked for a reservation until one can have one."""
@@ -81,9 +81,11 @@ def _choose_reservation(state: State, now: float) -> None:
         known = state.clocks.get(lease_id, ClockKind.END)
         return inf if known is None else known
 
+    # Places kept for the present head are no obstacle to a better one.
+    kept = {queue_hold_id(state.reserved_for)} if state.reserved_for is not None else set[HoldId]()
     for lease_id, _ in zip(state.queue, range(HEADS_TRIED_MAX), strict=False):
         head = state.leases[lease_id]
-        through = passes(state, head.spec, lease_id, now)
+        through = passes(state, head.spec, lease_id, now) | kept
         at, nodes = soonest(state.books, head.spec, ends, now, through)
         if nodes:
             _reserve(state, head, nodes, at)
@@ -102,7 +104,12 @@ def _reserve(
     if wanted.keys() == state.reserved.keys() and new_head == state.reserved_for:
         return
     touched = dict.fromkeys([*state.reserved, *wanted])
-    given_up = [node_id for node_id in state.reserved if node_id not in wanted]
+    # A new head may use what was kept for the old one, everybody what is kept no more.
+    opened = [
+        node_id
+        for node_id in state.reserved
+        if new_head != state.reserved_for or node_id not in wanted
+    ]
     if new_head != state.reserved_for:
         if state.reserved_for is not None:
             state.out.record("hold.removed", f"queue:{state.reserved_for}", "no longer needed")
@@ -111,5 +118,5 @@ def _reserve(
     state.reserved, state.reserved_for = wanted, new_head
     for node_id in touched:
         state.apply_holds(node_id)
-    for node_id in given_up:
+    for node_id in opened:
         state.node_freed(node_id)

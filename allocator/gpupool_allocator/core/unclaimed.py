@@ -38,7 +38,7 @@ def book_unclaimed(state: State, node_id: NodeId) -> None:
         if record.node_id != node_id or place is None or state.books.place_of(key) is not None:
             continue
         try:
-            state.books.book(key, place, uid=record.report.uid)
+            state.books.book(key, place, uid=record.report.uid, restored=True)
         except BookingError as overlap:
             # The lease that the old copy has on these devices holds them for now. Its
             # node refuses its older token, so it fails and makes room.

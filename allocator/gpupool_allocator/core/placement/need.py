@@ -65,6 +65,16 @@ def kinds_of_models(index: ShapeIndex, models: tuple[str, ...]) -> list[Kind]:
     return [kind for kind in index.kinds if any(words and words <= kind.words for words in wanted)]
 
 
+def asks_the_unknown(index: ShapeIndex, need: Need) -> bool:
+    """The member asks for memory, and all GPUs of its models cannot tell theirs."""
+    wanted = need.group.accelerator
+    if wanted is None:
+        return False
+    least = wanted.memory_mib if isinstance(wanted, GpuSlice) else wanted.min_memory_mib
+    kinds = kinds_of_models(index, need.group.models)
+    return bool(least and kinds) and all(kind.memory_high_mib is None for kind in kinds)
+
+
 def slice_memory_mib(device: Device, wanted: GpuSlice) -> int:
     """Memory that a slice gets on a device; 0 where the device's memory is unknown."""
     if wanted.memory_mib:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from gpupool.model.ids import HoldId
+from gpupool.model.ids import HoldId, NodeId
 from gpupool.model.lease import Explanation, Place
 from gpupool.model.limits import MEMBERS_MAX
 from gpupool.model.request import LeaseSpec, Level
 from gpupool_allocator.core.books import Books
 from gpupool_allocator.core.capacity import NodeCapacity
 from gpupool_allocator.core.placement.fit import Parts, Rank, UnitFit, fit_unit, take
-from gpupool_allocator.core.placement.need import Need, needs_of
-from gpupool_allocator.core.placement.reasons import Shortfall, explanation_of, hardware
+from gpupool_allocator.core.placement.need import Need, asks_the_unknown, needs_of
+from gpupool_allocator.core.placement.reasons import Shortfall, explanation_of
 from gpupool_allocator.core.placement.search import Effort, candidates, host_masks, may_take
 
 
@@ -46,8 +46,7 @@ class Plan:
 class Unplaced:
     """There is no place now.
 
-    ``never``: no hardware in the pool could answer such a request, however long it
-    waits.
+    ``never``: such a request cannot be answered however long it waits.
     """
 
     explanation: Explanation
@@ -78,18 +77,28 @@ class _Trial:
     placed: list[tuple[int, Need, Place]] = field(default_factory=list[tuple[int, Need, Place]])
 
 
-def plan(books: Books, spec: LeaseSpec, passes: frozenset[HoldId] = frozenset()) -> Plan | Unplaced:
+def plan(
+    books: Books,
+    spec: LeaseSpec,
+    passes: frozenset[HoldId] = frozenset(),
+    *,
+    exclude: frozenset[NodeId] = frozenset(),
+) -> Plan | Unplaced:
     """Places every member of ``spec``, or says why not.
 
-    ``passes`` are the holds that the request may use the places of. Changes nothing;
-    the same books and request give the same answer.
+    ``passes`` are the holds that the request may use the places of; no member goes to
+    a node of ``exclude``. Changes nothing; the same books and request give the same
+    answer.
     """
+    allowed = books.index.reachable(passes)
+    for node_id in exclude:
+        allowed &= ~(1 << books.node(node_id).number)
     needs = needs_of(books.index, spec)
     effort = Effort()
     shortfall: Shortfall | None = None
     for runs in _attempts(books, spec, needs):
         trial = _Trial()
-        failed = _place_all(books, spec, runs, passes, trial, effort)
+        failed = _place_all(books, spec, runs, passes, allowed, trial, effort)
         if failed is None:
             return Plan(members=_ranked(spec, trial), nodes_touched=effort.looked)
         shortfall = failed
@@ -122,13 +131,14 @@ def runs_of(spec: LeaseSpec, needs: tuple[Need, ...], *, preferred: bool = False
 
 
 def _is_hopeless(books: Books, spec: LeaseSpec, runs: list[Run]) -> bool:
-    """No node could take a unit if all were free, or the request contradicts itself."""
-    if not books.index.known:
-        return False  # nodes are still to come
+    """The request contradicts itself, or asks for memory that no GPU can tell.
+
+    Hardware that is only missing or too small is no such thing: it may be added.
+    """
     lease_max = spec.topology.max_per_domain if spec.topology.spread is Level.NODE else None
     return any(
         run.size > _left(_smaller(run.spread_max, lease_max), 0)
-        or not hardware(books.index, run.parts)
+        or any(asks_the_unknown(books.index, need) for need, _ in run.parts)
         for run in runs
     )
 
@@ -175,6 +185,7 @@ def _place_all(
     spec: LeaseSpec,
     runs: list[Run],
     passes: frozenset[HoldId],
+    allowed: int,
     trial: _Trial,
     effort: Effort,
 ) -> Shortfall | None:
@@ -183,7 +194,7 @@ def _place_all(
     for run in runs:
         in_group: dict[int, int] = {}
         last = run is runs[-1]
-        failed = _place_run(books, run, passes, trial, effort, in_group, lease_max, last)
+        failed = _place_run(books, run, passes, allowed, trial, effort, in_group, lease_max, last)
         if failed:
             return Shortfall(
                 parts=run.parts,
@@ -200,6 +211,7 @@ def _place_run(
     books: Books,
     run: Run,
     passes: frozenset[HoldId],
+    allowed: int,
     trial: _Trial,
     effort: Effort,
     in_group: dict[int, int],
@@ -208,7 +220,7 @@ def _place_run(
 ) -> bool:
     """Places one run; True when it failed."""
     index = books.index
-    within = index.reachable(passes)
+    within = allowed
     for need, _ in run.parts:
         within = index.labels.passing(within, need.group.node_selectors)
 

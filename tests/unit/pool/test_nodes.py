@@ -1,0 +1,195 @@
+"""Agents come, go, reboot, disagree; hardware appears, vanishes and is renamed."""
+
+from dataclasses import replace
+
+from gpupool.model.assignment import AssignmentKey
+from gpupool.model.caller import Caller, ProcessRef, Role
+from gpupool.model.errors import ErrorKind
+from gpupool.model.ids import CommandId, ConnectionId, LeaseId, NodeId
+from gpupool.model.lease import LeaseState, MemberState
+from gpupool_allocator.core.effects import RaiseEpoch
+from gpupool_allocator.core.events import EndUnclaimed, NodeConnected, NodeDisconnected
+from tests.core_world import PlayedNode, World, inventory, whole
+
+
+def test_an_agent_restart_changes_nothing_that_anybody_sees() -> None:
+    world = World()
+    node = world.add_node("n1")
+    lease = world.granted(whole(2), follow=True)
+    seen = len(world.history)
+    for round_number in range(10):
+        world.disconnect(node)
+        node.instance = f"instance-{round_number + 2}"
+        world.connect(node)
+        world.settle()
+    assert world.now_lease(lease) == lease
+    kinds = {event.kind for event in world.history[seen:]}
+    assert kinds == {"node.unreachable", "node.connected"}
+
+
+def test_a_cut_off_node_is_offered_to_nobody_and_its_leases_stay() -> None:
+    world = World()
+    node = world.add_node("n1")
+    lease = world.granted(whole(1), follow=True)
+    world.disconnect(node)
+    assert world.now_lease(lease).members[0].state is MemberState.UNREACHABLE
+    refused = world.refused(world.acquire(whole(1)))
+    assert refused.explanation is not None
+    assert "unreachable" in {cause.code for cause in refused.explanation.causes}
+    world.connect(node)
+    world.settle()
+    assert world.now_lease(lease).members[0].state is MemberState.READY
+
+
+def test_a_reboot_prepares_again_and_tells_the_holder() -> None:
+    world = World()
+    node = world.add_node("n1")
+    lease = world.granted(whole(1), follow=True)
+    world.disconnect(node)
+    node.boot_id, node.running = "boot-2", {}
+    world.connect(node)
+    world.settle()
+    after = world.now_lease(lease)
+    assert after.state is LeaseState.ACTIVE
+    assert after.generation > lease.generation
+    assert after.members[0].environment is not None
+
+
+def test_a_reboot_ends_the_leases_of_processes_that_lived_there() -> None:
+    world = World()
+    node = world.add_node("n1")
+    holder = ProcessRef(node_id=NodeId("n1"), pid=77, start_ticks=5)
+    lease = world.granted(whole(1), process=holder)
+    world.disconnect(node)
+    node.boot_id, node.running = "boot-2", {}
+    world.connect(node)
+    world.settle()
+    assert world.now_lease(lease).state is LeaseState.EXPIRED
+
+
+def test_a_second_live_agent_with_the_same_name_is_refused() -> None:
+    world = World()
+    world.add_node("n1")
+    twin = PlayedNode(NodeId("n1"), inventory("n1"), instance="instance-2")
+    stranger = ConnectionId(999)
+    world.handle(NodeConnected(connection=stranger, hello=twin.hello()))
+    assert world.closed[stranger].kind is ErrorKind.CONFLICT
+    assert world.pool.nodes()[0].state == "connected"
+
+
+def test_the_same_agent_may_open_a_newer_stream_and_the_old_one_is_closed() -> None:
+    world = World()
+    node = world.add_node("n1")
+    lease = world.granted(whole(1))
+    old = node.connection
+    assert old is not None
+    world.connect(node)
+    assert world.closed[old].kind is ErrorKind.SUPERSEDED
+    # The old stream's end arrives late and means nothing any more.
+    world.handle(NodeDisconnected(connection=old, node_id=node.node_id))
+    assert world.pool.nodes()[0].state == "connected"
+    assert world.now_lease(lease).state is LeaseState.ACTIVE
+
+
+def test_an_agent_of_an_unknown_protocol_is_refused_by_number() -> None:
+    world = World()
+    hello = replace(PlayedNode(NodeId("n1"), inventory("n1")).hello(), protocol_revisions=(7, 8))
+    world.handle(NodeConnected(connection=ConnectionId(5), hello=hello))
+    assert world.closed[ConnectionId(5)].field == "hello.protocol_revisions"
+    assert world.pool.summary().nodes == 0
+
+
+def test_names_that_disagree_are_a_warning_and_cost_no_capacity() -> None:
+    """C31: a take-over alone never removes capacity; devices are merged by UUID."""
+    world = World()
+    node = world.add_node("n1", model="gpu")
+    world.settle()
+    world.restart()
+    node.inventory = inventory("n1", model="NVIDIA H200")
+    world.connect(node)
+    assert world.pool.summary().devices_free == 8
+    renamed = [event for event in world.history if event.kind == "device.renamed"]
+    assert len(renamed) == 8
+    assert renamed[0].details == {"from": "gpu", "to": "NVIDIA H200"}
+    assert world.granted(whole(8)).state is LeaseState.ACTIVE
+
+
+def test_a_missing_gpu_is_missed_and_not_forgotten() -> None:
+    world = World()
+    node = world.add_node("n1", gpus=3)
+    world.settle()
+    world.disconnect(node)
+    node.inventory = replace(
+        node.inventory, devices=(node.inventory.devices[0], node.inventory.devices[2])
+    )
+    world.connect(node)
+    views = {view.device.uuid: view for view in world.pool.devices()}
+    assert views["GPU-n1-1"].state == "unavailable"  # type: ignore[index]
+    assert "missing" in views["GPU-n1-1"].reasons[0]  # type: ignore[index]
+    assert world.pool.summary().devices_free == 2
+    node.inventory = inventory("n1", 3)
+    world.disconnect(node)
+    world.connect(node)
+    assert world.pool.summary().devices_free == 3
+
+
+def test_a_hot_added_gpu_starts_a_waiting_request() -> None:
+    world = World()
+    node = world.add_node("n1", gpus=1)
+    command = world.acquire(whole(2), wait_s=None)
+    node.inventory = inventory("n1", 2)
+    world.disconnect(node)
+    world.connect(node)
+    world.settle()
+    assert world.lease_of(command).state is LeaseState.ACTIVE
+
+
+def test_a_node_that_heard_a_later_term_raises_the_epoch() -> None:
+    world = World()
+    node = PlayedNode(NodeId("n1"), inventory("n1"), highest_epoch=41)
+    world.nodes[node.node_id] = node
+    effects = world.pool.handle(
+        NodeConnected(connection=ConnectionId(5), hello=node.hello()), world.now
+    )
+    assert effects == [RaiseEpoch(above=41)]
+
+
+def test_work_that_a_restored_store_does_not_know_is_kept_until_an_operator_ends_it() -> None:
+    world = World()
+    node = world.add_node("n1", gpus=1)
+    lease = world.granted(whole(1))
+    world.store.pop(("lease", lease.lease_id))
+    world.restart()
+    world.connect(node)
+    world.settle()
+    key = AssignmentKey(lease_id=lease.lease_id, rank=0)
+    assert key in node.running
+    assert world.refused(world.acquire(whole(1))).kind is ErrorKind.NO_CAPACITY
+    world.restart()
+    world.connect(node)
+    world.settle()
+    assert key in node.running
+    world.handle(
+        EndUnclaimed(
+            command=CommandId(world.next_id()),
+            caller=Caller(role=Role.OPERATOR),
+            node_id=NodeId("n1"),
+            lease_id=LeaseId(lease.lease_id),
+        )
+    )
+    world.settle()
+    assert node.running == {}
+    assert world.granted(whole(1)).state is LeaseState.ACTIVE
+
+
+def test_a_gpu_that_moved_to_another_host_is_offered_there() -> None:
+    world = World()
+    old = world.add_node("n1", gpus=1)
+    world.settle()
+    world.disconnect(old)
+    other = PlayedNode(NodeId("n2"), inventory("n1", 1))
+    world.nodes[other.node_id] = other
+    world.connect(other)
+    lease = world.granted(whole(1))
+    assert lease.members[0].place.node_id == "n2"
+    assert [event.subject for event in world.history if event.kind == "device.moved"]
