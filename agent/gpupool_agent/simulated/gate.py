@@ -5,7 +5,8 @@ and new ones are reset as soon as they come.
 """
 
 import asyncio
-from typing import Any, Self
+import socket
+from typing import Any, Self, cast
 
 HOST = "127.0.0.1"
 
@@ -17,32 +18,27 @@ class GateAddressError(ValueError):
 class Gate:
     """A way to ``target`` (host:port). ``address`` is this side of it."""
 
-    def __init__(self, target: str, server: asyncio.Server) -> None:
-        self.target = target
-        self._server = server
+    def __init__(self, target: str) -> None:
+        self._target = _split(target)
+        self._socket = socket.create_server((HOST, 0))
+        self._server: asyncio.Server | None = None
         self._sides: set[_Side] = set()
         self._cut = False
 
     @classmethod
     async def open(cls, target: str) -> Self:
         """Listen on a free port. Raises GateAddressError when target is not host:port."""
-        host, port = _split(target)
-        loop = asyncio.get_running_loop()
-        gate: Self | None = None
-
-        def accept() -> asyncio.Protocol:
-            assert gate is not None, "nobody knows the port before open() has returned"
-            return _Near(gate, host, port)
-
-        server = await loop.create_server(accept, HOST, 0)
-        gate = cls(target, server)
+        gate = cls(target)
+        host, port = gate._target
+        gate._server = await asyncio.get_running_loop().create_server(
+            lambda: _Near(gate, host, port), sock=gate._socket
+        )
         return gate
 
     @property
     def address(self) -> str:
         """Where the agent connects to."""
-        port: int = self._server.sockets[0].getsockname()[1]
-        return f"{HOST}:{port}"
+        return f"{HOST}:{self._socket.getsockname()[1]}"
 
     @property
     def is_cut(self) -> bool:
@@ -62,8 +58,9 @@ class Gate:
     async def close(self) -> None:
         """Reset every connection and listen no more."""
         self.cut()
-        self._server.close()
-        await self._server.wait_closed()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
 
     def enter(self, side: "_Side") -> None:
         """Count a connection's end; it is reset at once while the gate is cut."""
@@ -85,8 +82,7 @@ class _Side(asyncio.Protocol):
         self.other: _Side | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)
         self.gate.enter(self)
 
     def data_received(self, data: bytes) -> None:

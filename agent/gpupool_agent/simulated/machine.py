@@ -193,11 +193,6 @@ def cluster_uuid(domain: str) -> uuid.UUID:
     return uuid.uuid5(_NAMESPACE, f"nvlink-domain/{domain}")
 
 
-def boot_uuid(node_id: str, boots: int) -> str:
-    """Boot id of a node's boot number ``boots``."""
-    return str(uuid.uuid5(_NAMESPACE, f"{node_id}/boot/{boots}"))
-
-
 def _in_range(key: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise MachineError(f"{key} is {value}; accepted are {low} to {high}")

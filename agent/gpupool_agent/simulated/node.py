@@ -8,7 +8,6 @@ at any moment.
 
 import json
 import threading
-from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +63,6 @@ class SimulatedNode:
     directory: Path
     domain: str = ""
     clique: int = 1
-    labels: Mapping[str, str] = field(default_factory=dict[str, str])
     gpus: tuple[SimulatedGpu, ...] = ()
     processes: GpuProcesses = field(init=False)
     driver_loaded: bool = True

@@ -1,0 +1,116 @@
+"""Many simulated hosts in one process: start, watch, break and stop them."""
+
+import asyncio
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpupool_agent.simulated import control
+from gpupool_agent.simulated.faults import ActionError, apply
+from gpupool_agent.simulated.host import SimulatedHost
+
+STARTS_AT_ONCE = 64
+"""Hosts that are being made ready at the same time, so that memory and files are not
+wanted for all at once."""
+
+_LOOK_S = 0.05
+_PROGRESS_S = 1.0
+
+
+class DirectoryTakenError(RuntimeError):
+    """Another fleet runs on the control directory."""
+
+
+class ControlDirectory:
+    """A fleet's directory, locked while the object is open. Raises DirectoryTakenError."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        # Holders of any user find their node in here; the control socket stays closed.
+        path.chmod(0o755)
+        self.path = path
+        self.nodes = path / "nodes"
+        self.nodes.mkdir(exist_ok=True)
+        self._lock = os.open(path / "fleet.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise DirectoryTakenError(f"another fleet runs on {path}") from error
+
+    def close(self) -> None:
+        """Let another fleet have it."""
+        os.close(self._lock)
+
+
+class Fleet:
+    """The hosts of one process, and their control socket in ``directory``."""
+
+    def __init__(self, directory: ControlDirectory, hosts: Sequence[SimulatedHost]) -> None:
+        self.directory = directory
+        self.hosts = {host.node.node_id: host for host in hosts}
+        self._control: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Open the control socket and switch every host on."""
+        self._control = await control.serve(self.directory.path, self._handle)
+        room = asyncio.Semaphore(STARTS_AT_ONCE)
+
+        async def start(host: SimulatedHost) -> None:
+            async with room:
+                await host.start()
+
+        async with asyncio.TaskGroup() as group:
+            for host in self.hosts.values():
+                group.create_task(start(host))
+
+    async def wait_connected(self, progress: Callable[[int], None]) -> None:
+        """Wait until every agent is connected; tells ``progress`` how many are."""
+        told, told_s = -1, 0.0
+        while True:
+            connected = sum(host.connected for host in self.hosts.values())
+            due = time.monotonic() - told_s >= _PROGRESS_S
+            if connected != told and (due or connected == len(self.hosts)):
+                progress(connected)
+                told, told_s = connected, time.monotonic()
+            if connected == len(self.hosts):
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def wait_failed(self) -> None:
+        """Wait until an agent fails, which none should; raises what it raised."""
+        failed = [host.failed for host in self.hosts.values()]
+        await asyncio.wait(failed, return_when=asyncio.FIRST_COMPLETED)
+        for each in failed:
+            if each.done():
+                each.result()
+
+    async def stop(self) -> None:
+        """Stop every agent, leaving what runs under leases, and close the socket."""
+        if self._control is not None:
+            self._control.close()
+            await self._control.wait_closed()
+        await asyncio.gather(*(host.stop() for host in self.hosts.values()))
+
+    def write_ready_file(self, path: Path, connected_s: float) -> None:
+        """Say that all are connected, after how long, and where each one is; atomic."""
+        content = {
+            "pid": os.getpid(),
+            "control": str(self.directory.path),
+            "nodes_directory": str(self.directory.nodes),
+            "connected_s": round(connected_s, 3),
+            "nodes": {node_id: host.show() for node_id, host in self.hosts.items()},
+        }
+        temporary = path.with_name(f"{path.name}.new")
+        temporary.write_text(json.dumps(content))
+        temporary.replace(path)
+
+    async def _handle(self, node: str, action: str, arguments: list[str]) -> Any:
+        host = self.hosts.get(node)
+        if host is None:
+            raise ActionError(f"node {node!r} is not one of this fleet's {len(self.hosts)} nodes")
+        return await apply(host, action, arguments)

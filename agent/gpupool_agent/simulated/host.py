@@ -1,0 +1,224 @@
+"""A simulated host: its hardware, its agent, and the way between it and the allocators."""
+
+import asyncio
+import contextlib
+import contextvars
+import os
+import shutil
+import signal
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from gpupool_agent.agent import Agent
+from gpupool_agent.devices.hca import SysfsHcaReader
+from gpupool_agent.devices.interfaces import Adapters, HostFacts
+from gpupool_agent.devices.nvml import NvmlDriver
+from gpupool_agent.devices.processes import ProcProcessTable
+from gpupool_agent.link import dial
+from gpupool_agent.settings import AgentSettings
+from gpupool_agent.simulated.gate import Gate
+from gpupool_agent.simulated.gpu_processes import start_ticks_of
+from gpupool_agent.simulated.mps import SimulatedMps
+from gpupool_agent.simulated.node import CURRENT_NODE, SimulatedNode
+from gpupool_agent.simulated.specs import NodeSpec
+from gpupool_agent.simulated.strays import Strays
+from gpupool_agent.simulated.sysfs import sysfs_root, write_sysfs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedHostReader:
+    """``HostReader`` of a described machine."""
+
+    facts: HostFacts
+
+    def read(self) -> HostFacts:
+        """Give what is described."""
+        return self.facts
+
+
+class SimulatedHost:
+    """One host of a fleet. ``settings`` are its agent's; the node id is the spec's.
+
+    ``directory`` is the hardware: boot id, GPU processes, /sys, MPS. It outlives the
+    agent, and a fleet that is started on it again is the same boot.
+    """
+
+    def __init__(self, spec: NodeSpec, directory: Path, settings: AgentSettings) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        # Holders of any user look for their node here.
+        directory.chmod(0o755)
+        self.settings = settings
+        self.node = SimulatedNode(
+            node_id=spec.node_id,
+            machine=spec.machine,
+            directory=directory,
+            domain=spec.domain,
+            clique=spec.clique,
+        )
+        self.strays = Strays(directory)
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._boot_id_file = directory / "boot-id"
+        self._mps = SimulatedMps(directory / "mps")
+        self._gates: dict[str, Gate] = {}
+        self._agent: Agent | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether an allocator has welcomed the agent and still speaks with it."""
+        return self._agent is not None and self._agent.link.welcome is not None
+
+    async def start(self) -> None:
+        """Switch it on: hardware as described, network whole, agent running."""
+        write_sysfs(self.node)
+        if not self._boot_id_file.exists():
+            self._new_boot_id()
+        for address in self.settings.allocators:
+            self._gates[address] = await Gate.open(address)
+        self._start_agent()
+
+    async def stop(self) -> None:
+        """Stop its agent and its strays; what runs under leases goes on."""
+        # A hung driver would keep its thread, and with it this process, for ever.
+        self.node.answering.set()
+        await self._stop_agent()
+        await self.strays.clear()
+        for gate in self._gates.values():
+            await gate.close()
+        self._gates.clear()
+
+    async def restart_agent(self) -> None:
+        """Stop the agent and start it again: an upgrade."""
+        await self._stop_agent()
+        self._start_agent()
+
+    async def reboot(self) -> str:
+        """End every process on its GPUs, begin a new boot; returns the new boot id."""
+        await self._stop_agent()
+        await self.strays.clear()
+        for process in self.node.processes.list():
+            if start_ticks_of(process.pid) == process.start_ticks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        shutil.rmtree(self.node.directory / "mps", ignore_errors=True)
+        self._mps = SimulatedMps(self.node.directory / "mps")
+        boot_id = self._new_boot_id()
+        self._start_agent()
+        return boot_id
+
+    def cut_off(self) -> None:
+        """Let nothing through between it and the allocators."""
+        for gate in self._gates.values():
+            gate.cut()
+
+    def reconnect(self) -> None:
+        """Let everything through again."""
+        for gate in self._gates.values():
+            gate.mend()
+
+    def show(self) -> dict[str, Any]:
+        """What it has and how it is, for people and tests."""
+        node = self.node
+        return {
+            "machine": node.machine.name,
+            "directory": str(node.directory),
+            "socket": str(self.settings.socket) if self.settings.socket else None,
+            "boot_id": self._boot_id_file.read_text(),
+            "connected": self.connected,
+            "cut_off": any(gate.is_cut for gate in self._gates.values()),
+            "nvml_hangs": not node.answering.is_set(),
+            "driver_loaded": node.driver_loaded,
+            "gpus": [
+                {
+                    "uuid": gpu.uuid,
+                    "pci_address": gpu.slot.pci_address,
+                    "lost": gpu.lost,
+                    "used_mib": node.used_mib(gpu),
+                    "pids": [process.pid for process in node.processes_on(gpu)],
+                }
+                for gpu in node.gpus
+            ],
+        }
+
+    def _start_agent(self) -> None:
+        # The agent's driver thread finds its node in the context that it is made in.
+        context = contextvars.copy_context()
+        context.run(CURRENT_NODE.set, self.node)
+        self._agent = context.run(Agent, self.settings, self._adapters())
+        self._running = asyncio.get_running_loop().create_task(self._agent.run(), context=context)
+        self._running.add_done_callback(self._agent_ended)
+
+    async def _stop_agent(self) -> None:
+        running, self._running, self._agent = self._running, None, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    def _agent_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or self.failed.done():
+            return
+        error = task.exception() or RuntimeError("the agent ended by itself")
+        self.failed.set_exception(error)
+
+    def _adapters(self) -> Adapters:
+        machine = self.node.machine
+        return Adapters(
+            driver=NvmlDriver(sysfs_root(self.node)),
+            mps=self._mps,
+            hcas=SysfsHcaReader(sysfs_root(self.node)),
+            host=SimulatedHostReader(
+                facts=HostFacts(
+                    hostname=self.node.node_id,
+                    boot_id=self._boot_id_file.read_text(),
+                    cpu_milli=machine.cpu_milli,
+                    host_memory_mib=machine.host_memory_mib,
+                    simulated=machine.name,
+                )
+            ),
+            processes=ProcProcessTable(),
+            dial=self._dial,
+        )
+
+    def _dial(self, address: str) -> grpc.aio.Channel:
+        return dial(self._gates[address].address)
+
+    def _new_boot_id(self) -> str:
+        boot_id = str(uuid.uuid4())
+        temporary = self._boot_id_file.with_suffix(".new")
+        temporary.write_text(boot_id)
+        temporary.replace(self._boot_id_file)
+        return boot_id
+
+
+def make_hosts(
+    specs: Sequence[NodeSpec],
+    common: AgentSettings,
+    *,
+    nodes_directory: Path,
+    state_directory: Path | None,
+    socket_directory: Path | None,
+) -> list[SimulatedHost]:
+    """Make the hosts of a fleet, not yet started; ``common`` is what agents share.
+
+    Without a ``state_directory`` agents forget everything when they restart; without
+    a ``socket_directory`` they have no socket for local clients. Raises SettingsError.
+    """
+    hosts: list[SimulatedHost] = []
+    for spec in specs:
+        directory = nodes_directory / spec.node_id
+        settings = replace(
+            common,
+            node_id=spec.node_id,
+            state_dir=state_directory / spec.node_id if state_directory else None,
+            socket=socket_directory / f"{spec.node_id}.sock" if socket_directory else None,
+            run_dir=directory,
+            labels=spec.labels,
+            metrics_port=-1,
+        )
+        hosts.append(SimulatedHost(spec, directory, settings))
+    return hosts
