@@ -271,3 +271,13 @@ def test_the_reserve_is_made_again_at_the_next_start(
     store.close()
     open_sqlite(**SMALL)
     assert reserve.stat().st_blocks * 512 >= MIB
+
+
+def test_forgotten_deletions_take_no_space(open_sqlite: OpenSqlite) -> None:
+    store = open_sqlite(deletions_max=50)
+    epoch = store.begin_term()
+    for _ in range(10):
+        keys = [f"k{each}" for each in range(100)]
+        store.commit(epoch, [put(key) for key in keys])
+        store.commit(epoch, [delete(key) for key in keys])
+    assert store._database.execute("SELECT count(*) FROM deletions").fetchone() == (50,)
