@@ -201,6 +201,7 @@ def _place_all(
                 placed=len(trial.placed),
                 wanted=sum(group.replicas for group in spec.groups),
                 used=frozenset(trial.members),
+                excluded=books.index.reachable(passes) & ~allowed,
                 spread_max=_smaller(run.spread_max, lease_max),
                 bounded=effort.bounded,
             )

@@ -43,13 +43,15 @@ SAMPLES_MAX = 32
 class Shortfall:
     """Where placing stopped: the unit that found no node, and what had been placed.
 
-    ``used`` are the numbers of nodes that the request's other members took.
+    ``used`` are the numbers of nodes that the request's other members took,
+    ``excluded`` the nodes that it must not go to again.
     """
 
     parts: Parts
     placed: int
     wanted: int
     used: frozenset[int]
+    excluded: int
     spread_max: int | None
     bounded: bool
 
@@ -84,6 +86,8 @@ def explanation_of(books: Books, shortfall: Shortfall, passes: frozenset[HoldId]
     funnel.keep(index.offered, "unreachable", "nodes that are not connected",
                 "nodes that are not connected come back")  # fmt: skip
     funnel.keep(index.reachable(passes), HELD, "nodes under a hold", "remove a hold on a node")
+    text = "nodes that have failed to prepare this request"
+    funnel.rule_out(shortfall.excluded, "faulty", text, "add a node")
     for part, _ in shortfall.parts:
         for selector in part.group.node_selectors:
             passing = index.labels.passing(index.known, (selector,))
