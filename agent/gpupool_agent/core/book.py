@@ -132,6 +132,10 @@ class Book:
 
     def _refresh(self, known: Kept, assignment: Assignment) -> str:
         """The same assignment once more: only its time without an allocator may differ."""
+        if _ended(known):
+            # Told again: the allocator seems not to have heard it.
+            known.reason = "it has ended here"
+            return known.reason
         if known.assignment.place != assignment.place or known.assignment.uid != assignment.uid:
             return "another place or user under the same token"
         if known.assignment.disconnect_s != assignment.disconnect_s:
@@ -224,11 +228,10 @@ class Book:
             if unreadable:
                 return "", f"{uuid}: {self._devices.failure(uuid) or unreadable}"
             others = [other for other in self.on_device(uuid) if other is not kept]
-            occupied = [other for other in others if other.occupies]
-            for other in occupied:
+            for other in others:
                 if share.whole or _share(other, uuid).whole:
                     return "", f"{uuid}: lease {other.assignment.key.lease_id} is still on it"
-            taken = sum(_share(other, uuid).share_pct for other in occupied)
+            taken = sum(_share(other, uuid).share_pct for other in others)
             if taken + share.share_pct > 100:
                 return "", f"{uuid}: {taken} % of it are still taken"
             strays = self.strays(uuid, holders)
@@ -283,11 +286,11 @@ class Book:
     # -- who is where --------------------------------------------------------
 
     def on_device(self, uuid: DeviceUuid) -> list[Kept]:
-        """Assignments that have something of a device, those with a holder first."""
+        """Assignments that may have something on a device, those with a holder first."""
         found = [
             kept
             for kept in self.kept.values()
-            if not _ended(kept)
+            if kept.occupies
             and any(share.device_uuid == uuid for share in kept.assignment.place.devices)
         ]
         return sorted(found, key=lambda kept: (not kept.active, kept.assignment.token))
@@ -358,7 +361,7 @@ class Book:
                 assert buried, f"{kept.name} has ended without a tombstone"
             assert (kept.state is AssignmentState.PREPARED) or not kept.environment
         for uuid in self.in_use():
-            here = [kept for kept in self.on_device(uuid) if kept.occupies]
+            here = self.on_device(uuid)
             shares = [_share(kept, uuid) for kept in here]
             assert sum(share.share_pct for share in shares) <= 100, f"{uuid} is over-committed"
             assert len(shares) == 1 or not any(share.whole for share in shares), uuid

@@ -10,7 +10,7 @@ assignment below it.
 from gpupool.model.assignment import Assignment, AssignmentKey, DesiredState
 from gpupool.model.ids import DeviceUuid
 
-TOMBSTONES_MAX = 4096
+TOMBSTONES_MAX = 1024
 FLOORS_MAX = 1024
 
 

@@ -5,6 +5,8 @@ way: on the wire all four kinds of calls are that. What a client says about itse
 the metadata of these names is dropped.
 """
 
+from __future__ import annotations
+
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
