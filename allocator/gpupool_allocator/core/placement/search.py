@@ -179,9 +179,11 @@ def part_cells(
         bound_mib = kind.memory_high_mib if certain else kind.memory_low_mib
         memory_mib = wanted.memory_mib or (bound_mib or 0) * wanted.share_pct // 100
         least = size_class(memory_mib) + (1 if certain and memory_mib else 0)
-        for owner in owners:
-            if index.cells(JOINED, kind.number, owner).masks.get(0, 0) & within:
-                heads.append((position, least, index.cells(PART, kind.number, owner)))
+        heads.extend(
+            (position, least, index.cells(PART, kind.number, owner))
+            for owner in owners
+            if index.cells(JOINED, kind.number, owner).masks.get(0, 0) & within
+        )
     for position, least, cells in heads:
         for rank in cells.above(wanted.share_pct * MEMORY_CLASSES):
             if rank % MEMORY_CLASSES >= least:
