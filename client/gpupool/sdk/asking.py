@@ -1,5 +1,6 @@
 """From the words of a call ("gpus=0.1, memory='10GiB'") to a complete request."""
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -37,7 +38,8 @@ class Shape(TypedDict, total=False):
     selectors: node labels, name to value or values; or LabelSelectors.
     level, preferred_level: required and preferred topology level for all members.
     spread: at most one member (or max_per_domain) in each such level.
-    tenant, uid, priority, name, labels, max_duration, disconnect, on_failure,
+    uid: user id that the work runs as, the caller's unless said.
+    tenant, priority, name, labels, max_duration, disconnect, on_failure,
     workload_class, shared_trust, movable, isolated, spares: see LeaseSpec.
     spec: a complete request, instead of everything above.
     """
@@ -131,7 +133,7 @@ def lease_spec(shape: Shape) -> LeaseSpec:
         display_name=shape.get("name", ""),
         labels=dict(shape.get("labels", {})),
         tenant=shape.get("tenant", "default"),
-        uid=shape.get("uid", 0),
+        uid=shape.get("uid", os.getuid()),
         priority=shape.get("priority", 0),
         max_duration_s=(
             duration_s(shape["max_duration"], "max_duration") if "max_duration" in shape else None

@@ -18,16 +18,20 @@ _ADDRESS_CHARS_MAX = 1024
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    # A host that vanished without a word is noticed within 40 s, also by a call
-    # that only waits.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
     # The default grows to two minutes, which would be added to every outage.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # A proxy of the environment has no business between a node and its pool.
     ("grpc.enable_http_proxy", 0),
+)
+
+
+KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
+    # A host that vanished without a word is noticed within 40 s, also by a call
+    # that only waits. A Unix socket cannot vanish like that.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
 )
 
 
@@ -56,7 +60,8 @@ def is_agent_socket(address: str) -> bool:
 
 def open_channel(address: str) -> aio.Channel:
     """A channel to a resolved address; it connects at the first call."""
-    return aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    options = CHANNEL_OPTIONS if is_agent_socket(address) else CHANNEL_OPTIONS + KEEPALIVE_OPTIONS
+    return aio.insecure_channel(address, options=options)
 
 
 def _is_socket(path: str) -> bool:

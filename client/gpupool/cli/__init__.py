@@ -1,0 +1,1 @@
+"""The command line ``gpupool``: one file per subject, on top of the SDK."""

@@ -1,0 +1,228 @@
+"""gpupool lease: create, list, show, release, watch, env, hostfile."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from gpupool.cli.output import Column, Listing, printable, table, takes_output
+from gpupool.cli.session import Session, takes_address
+from gpupool.cli.shape import shape_of, takes_shape
+from gpupool.cli.words import ago, asked_gpus, cause_line, devices_of, few, nodes_of, utc
+from gpupool.model.lease import Lease, LeaseState, Member
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from gpupool.sdk.asking import Ask
+
+STATES = click.Choice([str(state) for state in LeaseState])
+
+
+def _to_proto(lease: Lease) -> Message:
+    from gpupool.wire.resources import lease_to_proto
+
+    return lease_to_proto(lease)
+
+
+LEASES: Listing[Lease] = Listing(
+    columns=(
+        Column("LEASE", lambda lease: lease.lease_id),
+        Column("STATE", lambda lease: lease.state),
+        Column("GPUS", asked_gpus, right=True),
+        Column("NODES", lambda lease: few(nodes_of(lease))),
+        Column("TENANT", lambda lease: lease.spec.tenant),
+        Column("PRIORITY", lambda lease: lease.spec.priority, right=True),
+        Column("AGE", lambda lease: ago(lease.create_unix_s), right=True),
+        Column("NAME", lambda lease: lease.spec.display_name),
+    ),
+    to_proto=_to_proto,
+)
+
+MEMBERS: tuple[Column[Member], ...] = (
+    Column("RANK", lambda member: member.rank, right=True),
+    Column("GROUP", lambda member: member.group),
+    Column("STATE", lambda member: member.state),
+    Column("NODE", lambda member: member.place.node_id),
+    Column("DEVICES", devices_of),
+)
+
+
+@click.group()
+def lease() -> None:
+    """Leases: what a holder has of the pool."""
+
+
+@lease.command(
+    epilog="""\b
+Examples:
+  gpupool lease create --gpus 8 --level node --ttl 2h
+  gpupool lease create --gpus 4 --replicas 4 --model GB200 --wait 10m
+  gpupool lease create --spec gang.yaml -o json""",
+)
+@takes_shape
+@click.option(
+    "--wait", metavar="TIME", help='Longest wait in the queue, "30s", 0: none.  [default: for ever]'
+)
+@click.option(
+    "--ttl", metavar="TIME", default="1h", show_default=True, help="It ends then: 1s..7d."
+)
+@takes_output
+@takes_address
+@click.pass_obj
+def create(session: Session, /, wait: str | None, ttl: str, output: str, **options: Any) -> None:
+    """Takes a lease and leaves it held until it is released or its ttl ends.
+
+    Nothing renews it: for a lease that lives with a program, use "gpupool run" or
+    the Python client.
+    """
+    ask = cast("Ask", shape_of(options))
+    ask["ttl"] = ttl
+    if wait is not None:
+        ask["wait"] = wait
+    with session.client() as client:
+        held = client.acquire(on_change=_tell_wait, **ask).current
+    if output == "table":
+        LEASES.show([held], output)
+    else:
+        LEASES.show_one(held, output)
+
+
+@lease.command(
+    name="list",
+    epilog="""\b
+Examples:
+  gpupool lease list
+  gpupool lease list --state pending --tenant lab -o json""",
+)
+@click.option("--state", "states", multiple=True, type=STATES, help="Only these; repeatable.")
+@click.option("--tenant", default="", help="Only this tenant's.")
+@click.option("--node", "node_id", default="", help="Only with a member on this node.")
+@takes_output
+@takes_address
+@click.pass_obj
+def list_leases(
+    session: Session, states: tuple[str, ...], tenant: str, node_id: str, output: str
+) -> None:
+    """Lists leases: those that have not ended, unless --state says others."""
+    wanted = [LeaseState(state) for state in states]
+    with session.client() as client:
+        LEASES.show(client.list_leases(states=wanted, tenant=tenant, node_id=node_id), output)
+
+
+@lease.command(epilog="\b\nExample:\n  gpupool lease show LEASE -o yaml")
+@click.argument("lease_id", metavar="LEASE")
+@takes_output
+@takes_address
+@click.pass_obj
+def show(session: Session, lease_id: str, output: str) -> None:
+    """Shows one lease with its members, and why it waits or ended."""
+    with session.client() as client:
+        found = client.get_lease(lease_id)
+    if output != "table":
+        LEASES.show_one(found, output)
+        return
+    for name, value in _facts(found):
+        click.echo(f"{name + ':':<13}{printable(value)}")
+    if found.members:
+        click.echo("\n" + table(MEMBERS, found.members))
+
+
+@lease.command(epilog="\b\nExample:\n  gpupool lease release LEASE --reason 'done early'")
+@click.argument("lease_ids", metavar="LEASE...", nargs=-1, required=True)
+@click.option("--reason", default="", help="For the history.")
+@takes_address
+@click.pass_obj
+def release(session: Session, lease_ids: tuple[str, ...], reason: str) -> None:
+    """Ends leases. Ending an ended one is no error."""
+    with session.client() as client:
+        for lease_id in lease_ids:
+            click.echo(f"{lease_id} {client.release(lease_id, reason).state}")
+
+
+@lease.command(epilog="\b\nExample:\n  gpupool lease watch LEASE -o json")
+@click.argument("lease_id", metavar="LEASE")
+@takes_output
+@takes_address
+@click.pass_obj
+def watch(session: Session, lease_id: str, output: str) -> None:
+    """Shows each state of a lease until it has ended; JSON is one line for each."""
+    with session.client() as client:
+        for state in client.watch_lease(lease_id):
+            LEASES.show_next(state, output)
+
+
+@lease.command(epilog='\b\nExample:\n  eval "$(gpupool lease env LEASE)"')
+@click.argument("lease_id", metavar="LEASE")
+@click.option("--rank", type=int, help="Of this member.  [default: the one on this host, else 0]")
+@takes_address
+@click.pass_obj
+def env(session: Session, lease_id: str, rank: int | None) -> None:
+    """Prints a member's environment as export lines for a shell."""
+    from gpupool.errors import NotFoundError
+    from gpupool.sdk.members import environment_of, member_here
+
+    with session.client() as client:
+        found = client.get_lease(lease_id)
+    member = member_here(found)
+    if rank is not None:
+        member = next((member for member in found.members if member.rank == rank), None)
+        if member is None:
+            last = len(found.members) - 1
+            raise NotFoundError(f"rank: {rank} is not in 0..{last}", field="rank")
+    for name, value in sorted(environment_of(found, member).items()):
+        click.echo(f"export {name}={shlex.quote(value)}")
+
+
+@lease.command(epilog="\b\nExample:\n  mpirun --hostfile <(gpupool lease hostfile LEASE) ./train")
+@click.argument("lease_id", metavar="LEASE")
+@takes_address
+@click.pass_obj
+def hostfile(session: Session, lease_id: str) -> None:
+    """Prints "node slots=N" for each node, in the order of ranks.
+
+    N counts a slot for each GPU, or each member where members have parts or none.
+    """
+    with session.client() as client:
+        found = client.get_lease(lease_id)
+    slots: dict[str, int] = {}
+    for member in found.members:
+        whole = sum(share.whole for share in member.place.devices)
+        node_id = member.place.node_id
+        slots[node_id] = slots.get(node_id, 0) + max(1, whole)
+    for node, count in slots.items():
+        click.echo(f"{node} slots={count}")
+
+
+def _facts(found: Lease) -> Iterable[tuple[str, object]]:
+    yield "lease", found.lease_id
+    yield "state", found.state
+    yield "name", found.spec.display_name
+    yield "gpus", asked_gpus(found)
+    yield "tenant", found.spec.tenant
+    yield "user", found.caller.user or found.caller.uid
+    yield "priority", found.spec.priority
+    yield "created", utc(found.create_unix_s)
+    if found.end_unix_s is not None:
+        yield "ends", utc(found.end_unix_s)
+    if found.process is not None:
+        yield "held by", f"process {found.process.pid} on {found.process.node_id}"
+    else:
+        yield "held by", f"renewals every {found.ttl_s:g} s" if found.ttl_s else "nobody"
+    if found.position:
+        yield "position", found.position
+    if found.explanation.summary:
+        yield "why", found.explanation.summary
+    for cause in found.explanation.causes:
+        yield "", cause_line(cause)
+    if found.explanation.nearest_change:
+        yield "would help", found.explanation.nearest_change
+
+
+def _tell_wait(found: Lease) -> None:
+    if found.state is LeaseState.PENDING:
+        reason = found.explanation.summary or "no reason given"
+        click.echo(f"gpupool: waiting, position {found.position}: {reason}", err=True)

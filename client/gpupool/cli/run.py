@@ -1,0 +1,139 @@
+"""gpupool run: a command under a lease of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from gpupool.cli.child import NOT_EXECUTABLE, NOT_FOUND, Child, signals_end_us, signals_kept
+from gpupool.cli.session import Session, takes_address
+from gpupool.cli.shape import shape_of, takes_shape
+from gpupool.cli.words import asked_gpus, few, nodes_of
+from gpupool.model.lease import ENDED, LeaseState
+
+if TYPE_CHECKING:
+    from gpupool.client import Client
+    from gpupool.client import Lease as HeldLease
+    from gpupool.model.lease import Lease
+    from gpupool.sdk.asking import Ask
+
+
+@click.command(
+    short_help="Run a command under a lease of its own.",
+    epilog="""\b
+Examples:
+  gpupool run --gpus 0.1 -- python serve.py
+  gpupool run --gpus 2 --memory 40GiB --wait 30s -- torchrun train.py
+  gpupool run --gpus 1 --model "NVIDIA H100 80GB HBM3" -- bash""",
+)
+@takes_shape
+@click.option(
+    "--wait", metavar="TIME", help='Longest wait in the queue, "30s", 0: none.  [default: for ever]'
+)
+@click.option(
+    "--ttl",
+    metavar="TIME",
+    help="Hold by renewals instead of by this process.  [default: 60s, only over TCP]",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+@takes_address
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+@click.pass_obj
+def run(
+    session: Session,
+    /,
+    command: tuple[str, ...],
+    wait: str | None,
+    ttl: str | None,
+    quiet: bool,
+    **options: Any,
+) -> int:
+    """Runs COMMAND with a lease's environment and ends the lease with it.
+
+    Waits until the GPUs are granted, and says on standard error where it stands in
+    the queue. Signals are passed on to COMMAND and its exit code is given back,
+    128+n where signal n ended it. However this command ends, the lease ends too: by
+    kill -9 also, where it was reached through the agent's socket of this node, which
+    watches the process; else after its ttl.
+
+    COMMAND runs here. Members of the lease on other nodes are not started: see
+    "gpupool lease hostfile".
+    """
+    ask = cast("Ask", shape_of(options))
+    if wait is not None:
+        ask["wait"] = wait
+    with signals_kept():
+        client = session.client()
+    from gpupool.sdk.channel import is_agent_socket
+
+    if ttl is not None:
+        ask["ttl"] = ttl
+    elif is_agent_socket(client.address):
+        ask["process"] = True
+    with client, signals_end_us():
+        return _under_lease(client, ask, command, quiet=quiet)
+
+
+def _under_lease(client: Client, ask: Ask, command: tuple[str, ...], *, quiet: bool) -> int:
+    narrator = Narrator(quiet=quiet)
+    with client.lease(on_change=narrator.tell, **ask) as lease:
+        narrator.tell_members_elsewhere(lease)
+        with signals_kept():
+            try:
+                child = Child(command, os.environ | lease.env)
+            except OSError as error:
+                click.echo(f"gpupool: {command[0]}: {error.strerror}", err=True)
+                return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+            narrator.child = child
+            if lease.lost:  # it ended before there was somebody to tell
+                child.send(signal.SIGTERM)
+            return child.wait()
+
+
+class Narrator:
+    """Says on standard error what becomes of the lease; ends the command when it ends."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.child: Child | None = None
+        self._quiet = quiet
+        self._said = ""
+
+    def tell(self, lease: Lease) -> None:
+        """Called with each state of the lease, on the client's thread."""
+        match lease.state:
+            case LeaseState.PENDING:
+                reason = lease.explanation.summary or "no reason given"
+                self._say(f"waiting, position {lease.position}: {reason}")
+            case LeaseState.ACTIVE:
+                place = few(nodes_of(lease)) or "no node"
+                self._say(f"lease {lease.lease_id}: {asked_gpus(lease)} GPU on {place}")
+            case state if state in ENDED and state is not LeaseState.RELEASED:
+                self._end(lease)
+            case LeaseState.RELEASING | LeaseState.RELEASED:
+                self._end(lease)
+            case _:
+                pass  # granted: the nodes prepare, which takes a moment
+
+    def tell_members_elsewhere(self, lease: HeldLease) -> None:
+        """Points at the other members, which nobody starts."""
+        others = len(lease.members) - 1
+        if others > 0:
+            self._say(
+                f"{others} more member{'s are' if others > 1 else ' is'} not started: "
+                f"see gpupool lease hostfile {lease.id}"
+            )
+
+    def _end(self, lease: Lease) -> None:
+        if self.child is None:
+            return  # by ourselves, or said by the error that follows
+        why = lease.explanation.summary
+        self._say(f"lease {lease.lease_id} is {lease.state}" + (f": {why}" if why else ""))
+        self.child.send(signal.SIGTERM)
+
+    def _say(self, line: str) -> None:
+        if line != self._said and not self._quiet:
+            self._said = line
+            click.echo(f"gpupool: {line}", err=True)
