@@ -46,14 +46,19 @@ def section(program: str, prefix: str, settings: type) -> list[str]:
         "",
         f"In the environment: `{prefix}` and the key in capitals.",
         "",
-        "| key | default | accepted | meaning |",
-        "|---|---|---|---|",
+        "| key | default | meaning |",
+        "|---|---|---|",
     ]
     for field in dataclasses.fields(settings):
-        default = shown(field)
-        meaning, accepted = field.metadata["meaning"], field.metadata["accepted"]
-        lines.append(f"| `{field.name}` | {default} | {accepted} | {meaning} |")
+        lines.append(f"| `{field.name}` | {shown(field)} | {explained(field)} |")
     return [*lines, ""]
+
+
+def explained(field: dataclasses.Field[object]) -> str:
+    """What a setting means and what it accepts."""
+    if "text" in field.metadata:
+        return str(field.metadata["text"])
+    return f"{field.metadata['meaning']} Accepted: {field.metadata['accepted']}."
 
 
 def shown(field: dataclasses.Field[object]) -> str:
