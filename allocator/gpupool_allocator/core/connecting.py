@@ -1,10 +1,13 @@
 """Agents come and go: Hello, second agents, reboots, silence, inventory changes."""
 
+from dataclasses import replace
+
 from gpupool.model.assignment import AssignmentState, Hello, Welcome
 from gpupool.model.errors import ErrorKind, Refused
 from gpupool.model.ids import ConnectionId, DeviceUuid, NodeId
 from gpupool.model.inventory import NodeInventory, NodeRecord
 from gpupool.model.lease import LeaseState, MemberState
+from gpupool.model.limits import DEVICES_PER_NODE_MAX
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.effects import CloseConnection, Put, RaiseEpoch, SendWelcome
 from gpupool_allocator.core.ending import begin_end, member_ended
@@ -139,12 +142,13 @@ def _settle_identity(state: State, node: NodeEntry, hello: Hello, *, rebooted: b
 
 
 def store_node(state: State, node: NodeEntry) -> None:
-    """Stores what is known of a node."""
+    """Stores what is known of a node, missing devices included: they are missed, not forgotten."""
+    known = tuple(entry.device for entry in node.devices.values())
     record = NodeRecord(
         node_id=node.node_id,
         boot_id=node.boot_id,
         agent_version=node.agent_version,
-        inventory=node.inventory,
+        inventory=replace(node.inventory, devices=known),
     )
     state.out.put("node", node.node_id, Put(record=record))
 
@@ -160,11 +164,12 @@ def take_inventory(state: State, node: NodeEntry, inventory: NodeInventory) -> N
         state.device_nodes[uuid] = node.node_id
         entry = node.devices.get(uuid)
         if entry is None:
-            node.devices[uuid] = DeviceEntry()
+            node.devices[uuid] = DeviceEntry(device=device)
             state.out.record("device.appeared", uuid, f"reported by node {node.node_id}")
         elif not entry.present:
             entry.present = True
             state.out.record("device.returned", uuid, f"reported by node {node.node_id}")
+        node.devices[uuid].device = device
         old = before.get(uuid)
         if old is not None and old.model != device.model:
             # Identity is the UUID: a name that disagrees is worth a warning, no more.
@@ -183,6 +188,20 @@ def take_inventory(state: State, node: NodeEntry, inventory: NodeInventory) -> N
             state.out.record("device.missing", uuid, f"node {node.node_id} no longer reports it")
             state.books.offer_device(uuid, False)
             device_lost(state, uuid, "the node no longer reports it")
+    _forget_oldest_missing(state, node)
+
+
+def _forget_oldest_missing(state: State, node: NodeEntry) -> None:
+    """Keeps the number of missed devices within the bound of a node."""
+    missing = [
+        uuid
+        for uuid, entry in node.devices.items()
+        if not entry.present and not state.books.keys_on(uuid)
+    ]
+    for uuid in missing[: max(0, len(node.devices) - DEVICES_PER_NODE_MAX)]:
+        del node.devices[uuid], state.device_nodes[uuid]
+        state.books.forget_device(uuid)
+        state.out.record("device.forgotten", uuid, f"node {node.node_id} has had too many others")
 
 
 def _move_device(state: State, uuid: DeviceUuid, old_id: NodeId, new_id: NodeId) -> None:

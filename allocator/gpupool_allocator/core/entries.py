@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from gpupool.model.assignment import Assignment, AssignmentKey
 from gpupool.model.caller import Caller, ProcessRef
 from gpupool.model.ids import CommandId, ConnectionId, DeviceUuid, LeaseId, NodeId, RequestId
-from gpupool.model.inventory import NodeInventory, StrayProcess
+from gpupool.model.inventory import Device, NodeInventory, StrayProcess
 from gpupool.model.lease import (
     ENDED,
     NO_EXPLANATION,
@@ -135,12 +135,13 @@ class LeaseEntry:
 
 @dataclass(slots=True, kw_only=True)
 class DeviceEntry:
-    """What the node said last about a device.
+    """What the node said last about a device; ``device`` as it described it last.
 
     ``present``: in the node's latest inventory. ``confirmed``: reported in this
     term, so that ``clean`` is fresh.
     """
 
+    device: Device
     present: bool = True
     confirmed: bool = False
     clean: bool = False

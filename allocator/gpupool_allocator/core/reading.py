@@ -7,7 +7,6 @@ from gpupool.model.caller import Caller, Role
 from gpupool.model.errors import Refused
 from gpupool.model.hold import Hold, HoldKind, HoldScope
 from gpupool.model.ids import DeviceUuid, HoldId, NodeId
-from gpupool.model.inventory import Device
 from gpupool.model.lease import Explanation, Lease, LeaseState, Member, MemberState
 from gpupool.model.request import LeaseSpec
 from gpupool_allocator.core.admission import refusal
@@ -92,10 +91,9 @@ def devices(state: State, *, after: tuple[str, str], limit: int, node_id: str) -
 
 def _device_view(state: State, node: NodeEntry, uuid: DeviceUuid) -> DeviceView:
     entry = node.devices[uuid]
-    described = {device.uuid: device for device in node.inventory.devices}
     reasons = _reasons(state, node, uuid, entry)
     return DeviceView(
-        device=described.get(uuid, Device(uuid=uuid, model="")),
+        device=entry.device,
         node_id=node.node_id,
         state=_device_state(state, uuid, offered=not reasons),
         reasons=reasons,

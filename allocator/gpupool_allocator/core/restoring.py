@@ -67,7 +67,7 @@ def _add_node(state: State, node_id: NodeId, record: NodeRecord | None) -> None:
     )
     state.nodes[node_id] = node
     for device in inventory.devices:
-        node.devices[device.uuid] = DeviceEntry()
+        node.devices[device.uuid] = DeviceEntry(device=device)
         state.device_nodes[device.uuid] = node_id
     state.books.put_node(node_id, inventory)
 
