@@ -12,7 +12,7 @@ import structlog
 
 from gpupool import __version__
 from gpupool_allocator import logs
-from gpupool_allocator.daemon import Restart, serve
+from gpupool_allocator.daemon import serve
 from gpupool_allocator.settings import FIELDS, AllocatorSettings, BadSettingError, load
 from gpupool_allocator.storage.records import RecordError
 from gpupool_allocator.storage.store import StoreError, StoreFullError, StoreLockedError
@@ -60,17 +60,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: AllocatorSettings, ready_file: Path | None) -> int:
     log = structlog.stdlib.get_logger("allocator")
-    above = 0
-    while True:
-        try:
-            outcome = asyncio.run(serve(settings, above=above, ready_file=ready_file))
-        except (OSError, StoreLockedError, StoreFullError, StoreError, RecordError) as error:
-            log.critical("allocator.cannot_start", reason=str(error))
-            logs.flush()
-            return EXIT_CANNOT_START
-        if not isinstance(outcome, Restart):
-            return 0
-        above, settings = outcome.above, outcome.settings
+    try:
+        asyncio.run(_terms(settings, ready_file))
+    except (OSError, StoreLockedError, StoreFullError, StoreError, RecordError) as error:
+        log.critical("allocator.cannot_start", reason=str(error))
+        return EXIT_CANNOT_START
+    finally:
+        logs.flush()
+    return 0
+
+
+async def _terms(settings: AllocatorSettings, ready_file: Path | None) -> None:
+    """Serves one term after the other, in one event loop: gRPC knows no second one."""
+    outcome = await serve(settings, ready_file=ready_file)
+    while outcome is not None:
+        outcome = await serve(outcome.settings, ready_file=ready_file)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -39,9 +39,8 @@ log = structlog.stdlib.get_logger("allocator")
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Serve again, in a term above ``above``, on the ports that were served on."""
+    """Serve again, in a new term, on the ports that were served on."""
 
-    above: int
     settings: AllocatorSettings
 
 
@@ -55,12 +54,12 @@ class Office:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._settings = settings
 
-    async def begin(self, above: int) -> None:
+    async def begin(self) -> None:
         """Opens the store, begins a term and loads the pool; errors as the store's."""
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self.thread, self._begin, above)
+        await loop.run_in_executor(self.thread, self._begin)
 
-    def _begin(self, above: int) -> None:
+    def _begin(self) -> None:
         settings = self._settings
         settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.store = SqliteStore(
@@ -68,7 +67,7 @@ class Office:
             max_bytes=settings.store_mib_max * MIB,
             history_max=settings.history_max,
         )
-        self.epoch = self._begin_term(above)
+        self.epoch = self._begin_term()
         self.last_sequence = self.store.bounds()[1]
         self.pool = Pool(settings.for_pool(), epoch=self.epoch, last_sequence=self.last_sequence)
         count = 0
@@ -77,14 +76,14 @@ class Office:
             count += 1
         log.info("store.loaded", epoch=self.epoch, records=count, events=self.last_sequence)
 
-    def _begin_term(self, above: int) -> int:
+    def _begin_term(self) -> int:
         try:
-            return self.store.begin_term(above=above)
+            return self.store.begin_term()
         except StoreFullError:
             # Reads and renewals can be served from a full disk, given a term to do it in.
             if not self.store.free_reserve():
                 raise
-            return self.store.begin_term(above=above)
+            return self.store.begin_term()
 
     async def end(self) -> None:
         """Closes the store."""
@@ -93,16 +92,14 @@ class Office:
         self.thread.shutdown()
 
 
-async def serve(
-    settings: AllocatorSettings, *, above: int = 0, ready_file: Path | None = None
-) -> Restart | None:
+async def serve(settings: AllocatorSettings, *, ready_file: Path | None = None) -> Restart | None:
     """Serves until SIGTERM or SIGINT (None) or until a new term is needed (Restart).
 
     Ends the process with EXIT_CRASHED when the engine cannot go on. OSError and the
     store's errors: it cannot start.
     """
     office = Office(settings)
-    await office.begin(above)
+    await office.begin()
     metrics = Metrics(__version__)
     telemetry = TelemetryBook()
     engine = Engine(
@@ -133,12 +130,12 @@ async def serve(
             if task.done():
                 task.result()
         if running.done():
-            above = _term_to_exceed(running, engine)
-            log.warning("allocator.new_term", epoch=office.epoch, above=above)
+            _check_new_term(running, engine)
+            log.warning("allocator.new_term", reason=str(running.exception()))
             await rpc.stop(0)
             await http.stop()
             await office.end()
-            return Restart(above=above, settings=_on_ports(settings, rpc.port, http.port))
+            return Restart(_on_ports(settings, rpc.port, http.port))
         log.info("allocator.stopping", grace_s=settings.shutdown_grace_s)
         systemd.notify("STOPPING=1")
         http.begin_stop()
@@ -150,15 +147,15 @@ async def serve(
         log.info("allocator.stopped")
         return None
     finally:
-        for task in background:
+        for task in (*background, stop):
             task.cancel()
 
 
-def _term_to_exceed(running: asyncio.Task[None], engine: Engine) -> int:
-    """The epoch that the next term must be above; a crash does not return."""
+def _check_new_term(running: asyncio.Task[None], engine: Engine) -> None:
+    """Returns when the engine asks for a new term; ends the process when it crashed."""
     error = running.exception()
-    if isinstance(error, EngineStoppedError) and error.raise_epoch_above is not None:
-        return error.raise_epoch_above
+    if isinstance(error, EngineStoppedError) and error.new_term:
+        return
     # Not an exception through the callers: on its way they would tidy up and answer
     # calls, from memory that may be wrong. The store is right.
     log.critical(

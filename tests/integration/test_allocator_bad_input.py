@@ -18,6 +18,9 @@ from gpupool.wire.request import lease_spec_to_proto
 
 CALL_S = 20.0
 
+# One event loop for all: gRPC is bound to the first that it sees.
+one_loop = pytest.mark.asyncio(loop_scope="session")
+
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
@@ -70,6 +73,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("field", BAD)
+@one_loop
 async def test_a_bad_field_is_named_with_its_accepted_range(daemon: Daemon, field: str) -> None:
     async with daemon.connected() as calls, playing(calls, PlayedAgent("n1")):
         before = await picture(calls)
@@ -96,6 +100,7 @@ async def test_a_bad_field_is_named_with_its_accepted_range(daemon: Daemon, fiel
         for method in service.methods
     ],
 )
+@one_loop
 async def test_bytes_that_are_no_message_are_bad_input_for_every_method(
     daemon: Daemon, method: str
 ) -> None:
@@ -109,6 +114,7 @@ async def test_bytes_that_are_no_message_are_bad_input_for_every_method(
         assert await _drained(call) is not grpc.StatusCode.UNKNOWN
 
 
+@one_loop
 async def test_a_message_above_the_limit_is_refused(daemon: Daemon) -> None:
     async with daemon.connected() as calls:
         request = acquire_request(spec__display_name="x" * 17 * 1024 * 1024)
@@ -118,6 +124,7 @@ async def test_a_message_above_the_limit_is_refused(daemon: Daemon) -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@one_loop
 async def test_a_request_that_no_record_could_hold_is_refused(daemon: Daemon) -> None:
     async with daemon.connected() as calls, playing(calls, PlayedAgent("n1")):
         wide = lease_spec_to_proto(whole(1, replicas=4096))
@@ -145,6 +152,7 @@ async def test_a_request_that_no_record_could_hold_is_refused(daemon: Daemon) ->
 
 
 @pytest.mark.parametrize("token", ["nonsense", "A" * 10_000, "\x00", "bm9kZXM="])
+@one_loop
 async def test_a_page_token_of_somebody_else_is_refused(daemon: Daemon, token: str) -> None:
     async with daemon.connected() as calls:
         for call in (
@@ -159,6 +167,7 @@ async def test_a_page_token_of_somebody_else_is_refused(daemon: Daemon, token: s
             assert (caught.value.details() or "").startswith("page_token: ")
 
 
+@one_loop
 async def test_an_unknown_method_is_unimplemented(daemon: Daemon) -> None:
     async with daemon.connected() as calls:
         with pytest.raises(aio.AioRpcError) as caught:
@@ -211,6 +220,7 @@ def _wild_value(field: FieldDescriptor, random_numbers: random.Random) -> Any:
             return number
 
 
+@one_loop
 async def test_wild_messages_are_all_answered_and_change_nothing_they_should_not(
     daemon: Daemon,
 ) -> None:

@@ -23,6 +23,9 @@ from gpupool.v1 import lease_pb2, pool_pb2, resources_pb2
 SIZE_MIB = 48
 MIB = 1024 * 1024
 
+# One event loop for all: gRPC is bound to the first that it sees.
+one_loop = pytest.mark.asyncio(loop_scope="session")
+
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
@@ -52,6 +55,7 @@ def fill(disk: Path) -> Path:
     return filler
 
 
+@one_loop
 async def test_a_full_disk_refuses_changes_serves_reads_and_heals(
     small_disk: Path, tmp_path: Path
 ) -> None:
@@ -79,6 +83,7 @@ async def test_a_full_disk_refuses_changes_serves_reads_and_heals(
         daemon.end()
 
 
+@one_loop
 async def test_a_start_on_a_full_disk_serves_reads(small_disk: Path, tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, state_dir=small_disk / "state")
     daemon.start()

@@ -22,6 +22,9 @@ from gpupool.model.request import LeaseSpec
 from gpupool.v1 import lease_pb2, node_pb2, pool_pb2, resources_pb2
 from gpupool.wire.request import lease_spec_to_proto
 
+# One event loop for all: gRPC is bound to the first that it sees.
+one_loop = pytest.mark.asyncio(loop_scope="session")
+
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
@@ -57,6 +60,7 @@ async def answers(stream: Any, until_final: set[int]) -> dict[int, lease_pb2.Ses
     return last
 
 
+@one_loop
 async def test_a_session_carries_many_leases_and_keeps_the_order_of_commands(
     daemon: Daemon,
 ) -> None:
@@ -91,6 +95,7 @@ async def test_a_session_carries_many_leases_and_keeps_the_order_of_commands(
         assert await stream.code() is grpc.StatusCode.OK
 
 
+@one_loop
 async def test_a_bad_command_of_a_session_is_refused_alone_and_by_its_path(daemon: Daemon) -> None:
     async with daemon.connected() as calls, playing(calls, PlayedAgent("n1")):
         stream = calls.leases.Session()
@@ -114,6 +119,7 @@ async def test_a_bad_command_of_a_session_is_refused_alone_and_by_its_path(daemo
         stream.cancel()
 
 
+@one_loop
 async def test_a_session_follows_a_lease_to_its_end(daemon: Daemon) -> None:
     async with daemon.connected() as calls, playing(calls, PlayedAgent("n1")):
         stream = calls.leases.Session()
@@ -138,6 +144,7 @@ async def test_a_session_follows_a_lease_to_its_end(daemon: Daemon) -> None:
         stream.cancel()
 
 
+@one_loop
 async def test_acquire_many_answers_each_in_its_place(daemon: Daemon) -> None:
     async with daemon.connected() as calls, playing(calls, PlayedAgent("n1", gpus=2)):
         answer = await calls.leases.AcquireMany(
@@ -155,6 +162,7 @@ async def test_acquire_many_answers_each_in_its_place(daemon: Daemon) -> None:
         assert answer.results[1].refusal.explanation.causes
 
 
+@one_loop
 async def test_a_caller_that_hangs_up_keeps_its_place_for_its_ttl(daemon: Daemon) -> None:
     async with daemon.connected() as calls, playing(calls, PlayedAgent("n1", gpus=1)):
         first = await calls.acquire("r1", whole(), wait_s=0)
@@ -172,6 +180,7 @@ async def test_a_caller_that_hangs_up_keeps_its_place_for_its_ttl(daemon: Daemon
         assert again.state == resources_pb2.LEASE_STATE_ACTIVE
 
 
+@one_loop
 async def test_dry_run_answers_as_acquire_would_and_changes_nothing(daemon: Daemon) -> None:
     async with daemon.connected() as calls, playing(calls, PlayedAgent("n1", gpus=1)):
         ask = lease_pb2.DryRunRequest(spec=lease_spec_to_proto(whole()))
@@ -207,6 +216,7 @@ async def first_lease(call: Any) -> resources_pb2.Lease:
     return last
 
 
+@one_loop
 async def test_a_forwarded_call_runs_as_its_true_user_and_process(daemon: Daemon) -> None:
     agent = PlayedAgent("n1")
     async with daemon.connected() as calls, playing(calls, agent):
@@ -239,6 +249,7 @@ async def test_a_forwarded_call_runs_as_its_true_user_and_process(daemon: Daemon
         ({"gpupool_pid": "seven"}, grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
+@one_loop
 async def test_a_false_agent_is_refused(
     daemon: Daemon, changed: dict[str, str], code: grpc.StatusCode
 ) -> None:
@@ -251,6 +262,7 @@ async def test_a_false_agent_is_refused(
         assert caught.value.code() is code
 
 
+@one_loop
 async def test_a_key_is_void_once_its_agent_is_gone(daemon: Daemon) -> None:
     agent = PlayedAgent("n1")
     async with daemon.connected() as calls:
@@ -262,6 +274,7 @@ async def test_a_key_is_void_once_its_agent_is_gone(daemon: Daemon) -> None:
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+@one_loop
 async def test_a_process_can_hold_only_through_an_agent(daemon: Daemon) -> None:
     async with daemon.connected() as calls:
         with pytest.raises(aio.AioRpcError) as caught:
@@ -282,6 +295,7 @@ async def _until_connected(calls: Calls, count: int) -> None:
     raise AssertionError(f"{pool.nodes_connected} nodes are connected, not {count}")
 
 
+@one_loop
 async def test_a_second_live_agent_of_a_node_is_refused(daemon: Daemon) -> None:
     async with daemon.connected() as calls, playing(calls, PlayedAgent("n1")):
         async with daemon.connected() as others:
@@ -291,6 +305,7 @@ async def test_a_second_live_agent_of_a_node_is_refused(daemon: Daemon) -> None:
         await _until_connected(calls, 1)
 
 
+@one_loop
 async def test_a_reconnect_of_the_same_agent_replaces_its_older_stream(daemon: Daemon) -> None:
     first, second = PlayedAgent("n1"), PlayedAgent("n1")
     async with daemon.connected() as calls:
@@ -302,6 +317,7 @@ async def test_a_reconnect_of_the_same_agent_replaces_its_older_stream(daemon: D
             await _until_connected(calls, 1)
 
 
+@one_loop
 async def test_a_silent_agent_is_sent_away(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, heartbeat_timeout_s=1.0, report_interval_s=0.5)
     daemon.start()
@@ -309,8 +325,9 @@ async def test_a_silent_agent_is_sent_away(tmp_path: Path) -> None:
         async with daemon.connected() as calls:
             stream = calls.nodes.Connect()
             await stream.write(node_pb2.ConnectRequest(hello=PlayedAgent("n1").hello()))
-            while await stream.read() is not aio.EOF:
-                pass
+            assert (await stream.read()).HasField("welcome")
+            with pytest.raises(aio.AioRpcError):
+                await _read_to_end(stream)
             assert await stream.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "no message for 1 s" in await stream.details()
             await _until_connected(calls, 0)
@@ -318,14 +335,23 @@ async def test_a_silent_agent_is_sent_away(tmp_path: Path) -> None:
         daemon.end()
 
 
+async def _read_to_end(stream: Any) -> None:
+    while await stream.read() is not aio.EOF:
+        pass
+
+
+@one_loop
 async def test_a_stream_must_begin_with_hello(daemon: Daemon) -> None:
     async with daemon.connected() as calls:
         stream = calls.nodes.Connect()
         await stream.write(node_pb2.ConnectRequest(report=node_pb2.Report()))
-        assert await stream.read() is aio.EOF
-        assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(aio.AioRpcError) as caught:
+            await stream.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "hello first" in (caught.value.details() or "")
 
 
+@one_loop
 async def test_devices_are_shown_with_their_last_measurement(daemon: Daemon) -> None:
     async with daemon.connected() as calls:
         stream = calls.nodes.Connect()
@@ -349,6 +375,7 @@ async def test_devices_are_shown_with_their_last_measurement(daemon: Daemon) -> 
         stream.cancel()
 
 
+@one_loop
 async def test_listings_go_page_by_page(daemon: Daemon) -> None:
     async with (
         daemon.connected() as calls,
@@ -377,6 +404,7 @@ async def test_listings_go_page_by_page(daemon: Daemon) -> None:
         assert devices == [f"GPU-n{node}-{gpu}" for node in range(5) for gpu in range(3)]
 
 
+@one_loop
 async def test_a_hold_keeps_a_node_from_requests_until_it_is_removed(daemon: Daemon) -> None:
     async with daemon.connected() as calls, playing(calls, PlayedAgent("n1")):
         ask = pool_pb2.CreateHoldRequest(

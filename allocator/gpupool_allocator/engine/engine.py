@@ -75,13 +75,13 @@ log = structlog.stdlib.get_logger("engine")
 class EngineStoppedError(Exception):
     """The engine cannot go on; the process must exit and start from the store.
 
-    ``raise_epoch_above`` is set where a node has heard of a later term, which the
-    next start must exceed.
+    ``new_term``: nothing is wrong with it, but a node has heard of a later term. The
+    stored epoch is above that one now, and the next start exceeds both.
     """
 
-    def __init__(self, reason: str, *, raise_epoch_above: int | None = None) -> None:
+    def __init__(self, reason: str, *, new_term: bool = False) -> None:
         super().__init__(reason)
-        self.raise_epoch_above = raise_epoch_above
+        self.new_term = new_term
 
 
 class AgentOutbound(Protocol):
@@ -344,7 +344,7 @@ class Engine:
         await self.in_store(lambda: self._store.begin_term(above=above))
         raise EngineStoppedError(
             f"a node has heard of epoch {above}, this term is {self.epoch}",
-            raise_epoch_above=above,
+            new_term=True,
         )
 
     def _answer(self, answer: Answer) -> None:
