@@ -29,7 +29,7 @@ from gpupool.model.assignment import (
 )
 from gpupool.model.ids import LeaseId, NodeId
 from gpupool.model.inventory import NodeInventory
-from gpupool_agent.checkpoint import StateDirectory
+from gpupool_agent.checkpoint import CheckpointError, StateDirectory
 from gpupool_agent.core.events import (
     Checkpoint,
     CleanUp,
@@ -107,7 +107,7 @@ class Agent:
                 simulated=host.simulated,
                 hostname=host.hostname,
             ),
-            checkpoint=self._state.load() if self._state else None,
+            checkpoint=_load(self._state),
             now=time.monotonic(),
         )
         self._poller = Poller(
@@ -352,3 +352,14 @@ class Agent:
         await self._poller.close()
         if self._state is not None:
             self._state.close()
+
+
+def _load(state: StateDirectory | None) -> Checkpoint | None:
+    """Load the checkpoint; a damaged one gives the lock back."""
+    if state is None:
+        return None
+    try:
+        return state.load()
+    except CheckpointError:
+        state.close()
+        raise

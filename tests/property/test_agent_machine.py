@@ -87,7 +87,10 @@ class AgentMachine(RuleBasedStateMachine):
         late = data.draw(st.sampled_from(self.history))
         self.send(DesiredArrived(desired=late))
         if late is not self.history[-1]:
-            assert set(self.bench.states()) <= set(before)
+            after = self.bench.states()
+            assert set(after) <= set(before)
+            ended = {name for name in before if after.get(name, "ending") == "ending"}
+            assert all(before[name] == "ending" for name in ended)
 
     @rule()
     def the_allocator_restarts(self) -> None:
