@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from gpupool.model.ids import HoldId, NodeId
 from gpupool.model.lease import Explanation, Place
 from gpupool.model.limits import MEMBERS_MAX
-from gpupool.model.request import LeaseSpec, Level
+from gpupool.model.request import LeaseSpec, Level, TopologyConstraint
 from gpupool_allocator.core.books import Books
 from gpupool_allocator.core.capacity import NodeCapacity
 from gpupool_allocator.core.placement.fit import Parts, Rank, UnitFit, fit_unit, take
@@ -56,16 +56,12 @@ class Unplaced:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``times`` alike units, each of whose parts go to one node together."""
+    """``times`` alike units of ``size`` members, all parts of a unit on one node."""
 
     parts: Parts
     times: int
     spread_max: int | None
-
-    @property
-    def size(self) -> int:
-        """Members in one unit."""
-        return sum(count for _, count in self.parts)
+    size: int
 
 
 @dataclass(slots=True)
@@ -115,19 +111,23 @@ def runs_of(spec: LeaseSpec, needs: tuple[Need, ...], *, preferred: bool = False
 
     ``preferred``: a node that is preferred is taken as required.
     """
-    levels = {spec.topology.required, spec.topology.preferred if preferred else None}
-    if Level.NODE in levels:
-        return [Run(tuple((need, need.group.replicas) for need in needs), 1, None)]
+    if _on_one_node(spec.topology, preferred):
+        size = sum(group.replicas for group in spec.groups)
+        return [Run(tuple((need, need.group.replicas) for need in needs), 1, None, size)]
     runs: list[Run] = []
     for need in needs:
         topology = need.group.topology
         spread = topology.max_per_domain if topology.spread is Level.NODE else None
         replicas = need.group.replicas
-        if Level.NODE in {topology.required, topology.preferred if preferred else None}:
-            runs.append(Run(((need, replicas),), 1, spread))
+        if _on_one_node(topology, preferred):
+            runs.append(Run(((need, replicas),), 1, spread, replicas))
         else:
-            runs.append(Run(((need, 1),), replicas, spread))
+            runs.append(Run(((need, 1),), replicas, spread, 1))
     return runs
+
+
+def _on_one_node(topology: TopologyConstraint, preferred: bool) -> bool:
+    return topology.required is Level.NODE or (preferred and topology.preferred is Level.NODE)
 
 
 def _is_hopeless(books: Books, spec: LeaseSpec, runs: list[Run]) -> bool:
@@ -235,7 +235,7 @@ def _place_run(
         if within >> number & 1:
             within ^= 1 << number
             _push(used, number, node, run, passes, open_for)
-    if not open_for(-1):
+    if run.size > _left(_smaller(run.spread_max, lease_max), 0):
         return True
     fresh = candidates(books, run.parts, within, passes, effort)
     next_fresh: tuple[Rank, int, UnitFit] | None = None

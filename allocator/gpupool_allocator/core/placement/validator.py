@@ -169,38 +169,49 @@ def _wrong_sums(books: Books, spec: LeaseSpec, uses: _Uses) -> str | None:
         if wrong:
             return f"device {uuid}: {wrong}"
     for node_id, (cpu_milli, memory_mib) in uses.hosts.items():
-        node = books.node(node_id)
-        booked = [booking.place for booking in node.bookings.values()]
-        cpu = cpu_milli + sum(place.cpu_milli for place in booked)
-        if cpu_milli and cpu > node.inventory.cpu_milli:
-            return f"node {node_id}: CPU {cpu} milli of {node.inventory.cpu_milli}"
-        memory = memory_mib + sum(place.host_memory_mib for place in booked)
-        if memory_mib and memory > node.inventory.host_memory_mib:
-            return f"node {node_id}: host memory {memory} of {node.inventory.host_memory_mib} MiB"
+        wrong = _wrong_host(books.node(node_id), cpu_milli, memory_mib)
+        if wrong:
+            return f"node {node_id}: {wrong}"
+    return None
+
+
+def _wrong_host(node: NodeCapacity, cpu_milli: int, memory_mib: int) -> str | None:
+    """Nothing asked of a node is right even where it has less than it gave before."""
+    if not cpu_milli and not memory_mib:
+        return None
+    cpu, memory = cpu_milli, memory_mib
+    for booking in node.bookings.values():
+        cpu += booking.place.cpu_milli
+        memory += booking.place.host_memory_mib
+    if cpu_milli and cpu > node.inventory.cpu_milli:
+        return f"CPU {cpu} milli of {node.inventory.cpu_milli}"
+    if memory_mib and memory > node.inventory.host_memory_mib:
+        return f"host memory {memory} of {node.inventory.host_memory_mib} MiB"
     return None
 
 
 def _wrong_sum(device: DeviceCapacity, spec: LeaseSpec, use: _Use) -> str | None:
-    grants = device.granted.values()
-    if use.whole and (use.whole > 1 or use.slices or grants):
-        return "is planned whole and is not free"
-    if any(grant.whole for grant in grants):
-        return "is granted whole already"
     if use.whole:
-        return None
-    share_pct = use.share_pct + sum(grant.share_pct for grant in grants)
-    if share_pct > 100:
-        return f"share {share_pct} % of 100 %"
-    memory_mib = use.memory_mib + sum(grant.memory_mib for grant in grants)
-    if use.memory_mib and memory_mib > (device.device.memory_mib or 0):
-        return f"memory {memory_mib} MiB of {device.device.memory_mib or 0} MiB"
-    for grant in grants:
+        taken = use.whole > 1 or use.slices or device.granted
+        return "is planned whole and is not free" if taken else None
+    share_pct, memory_mib = use.share_pct, use.memory_mib
+    for grant in device.granted.values():
+        if grant.whole:
+            return "is granted whole already"
         if grant.uid != spec.uid and not (grant.shared_trust and spec.shared_trust):
             return f"is used by uid {grant.uid}, the request is of uid {spec.uid}"
+        share_pct += grant.share_pct
+        memory_mib += grant.memory_mib
+    if share_pct > 100:
+        return f"share {share_pct} % of 100 %"
+    if use.memory_mib and memory_mib > (device.device.memory_mib or 0):
+        return f"memory {memory_mib} MiB of {device.device.memory_mib or 0} MiB"
     return None
 
 
 def _wrong_topology(topology: TopologyConstraint, places: list[Place], whose: str) -> str | None:
+    if topology.required is not Level.NODE and topology.spread is not Level.NODE:
+        return None
     members: dict[NodeId, int] = {}
     for place in places:
         members[place.node_id] = members.get(place.node_id, 0) + 1
