@@ -38,6 +38,10 @@ async def _show(host: "SimulatedHost") -> Any:
     return host.show()
 
 
+async def _assignments(host: "SimulatedHost") -> Any:
+    return host.assignments()
+
+
 async def _gpu_lost(host: "SimulatedHost", gpu: str) -> str:
     found = host.node.find_gpu(gpu)
     host.node.set_lost(found, lost=True)
@@ -119,6 +123,7 @@ async def _reboot(host: "SimulatedHost") -> str:
 
 ACTIONS = {
     "show": Action(parameters=(), help="print what the node has now", run=_show),
+    "assignments": Action(parameters=(), help="print what its agent runs", run=_assignments),
     "gpu-lost": Action(parameters=("GPU",), help="it falls off the bus", run=_gpu_lost),
     "gpu-back": Action(parameters=("GPU",), help="a lost one answers again", run=_gpu_back),
     "gpu-pull": Action(parameters=("GPU",), help="it is taken out", run=_gpu_pull),

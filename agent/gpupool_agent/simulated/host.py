@@ -8,7 +8,7 @@ import shutil
 import signal
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,22 @@ class SimulatedHost:
                 for gpu in node.gpus
             ],
         }
+
+    def assignments(self) -> list[dict[str, Any]]:
+        """What its agent runs, as the agent's own books have it; nothing without an agent."""
+        if self._agent is None:
+            return []
+        return [
+            {
+                "lease_id": report.key.lease_id,
+                "rank": report.key.rank,
+                "token": report.token,
+                "state": report.state.value,
+                "uid": report.uid,
+                "place": asdict(report.place) if report.place is not None else None,
+            }
+            for report in self._agent.node.assignments()
+        ]
 
     def _start_agent(self) -> None:
         # The agent's driver thread finds its node in the context that it is made in.

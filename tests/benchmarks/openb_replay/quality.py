@@ -1,6 +1,6 @@
 """How much of the openb cluster gets allocated: the placement alone, no network.
 
-    python -m tests.benchmarks.openb.quality --nodes FILE --pods FILE [--json FILE]
+    python -m tests.benchmarks.openb_replay.quality --nodes FILE --pods FILE [--json FILE]
 
 Published on the same lists at 100 % arrived, mean of ten seeds: best fit 92.86 %.
 """
@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.benchmarks.openb.trace import TraceNode, TracePod, arrivals, read_nodes, read_pods
+from tests.benchmarks.openb_replay.trace import TraceNode, TracePod, arrivals, read_nodes, read_pods
 
 from gpupool.model.assignment import AssignmentKey
 from gpupool.model.ids import LeaseId, NodeId
