@@ -80,6 +80,8 @@ class TinyAllocator(node_pb2_grpc.NodeServiceServicer):
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.stop(0)
+            # Gone while its loop still runs, which its destructor wants.
+            self._server = None
 
     async def want(self, *assignments: Assignment, **more: Any) -> None:
         self._revision += 1

@@ -64,6 +64,11 @@ class LocalDoor:
         self._lock = -1
         self._log = structlog.get_logger().bind(node_id=node_id)
 
+    @property
+    def connections(self) -> int:
+        """Clients connected now."""
+        return len(self._connections)
+
     async def start(self) -> None:
         """Serve; raises DoorTakenError, and OSError where the path cannot be used."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
@@ -89,6 +94,8 @@ class LocalDoor:
         await asyncio.gather(*self._connections, return_exceptions=True)
         if self._inner is not None:
             await self._inner.stop(GRACE_S)
+            # Gone while its loop still runs, which its destructor wants.
+            self._inner = None
         if self._private is not None:
             shutil.rmtree(self._private, ignore_errors=True)
         if self._lock >= 0:
