@@ -86,12 +86,11 @@ def signals_kept() -> Generator[None, None, None]:
 @contextmanager
 def signals_end_us() -> Generator[None, None, None]:
     """Inside, a signal that would end us raises SystemExit(128+n), so that we let go."""
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
     def leave(number: int, _frame: object) -> None:
         raise SystemExit(SIGNAL_BASE + number)
 
-    before = {number: signal.signal(number, leave) for number in ending}
+    before = {number: signal.signal(number, leave) for number in FORWARDED}
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ VERDICTS: tuple[Column[NodeVerdict], ...] = (
 
 
 @click.command(
-    short_help="Say whether a request would be granted now, and why not.",
+    short_help="Says whether a request would be granted now, and why not.",
     epilog="""\b
 Examples:
   gpupool explain --gpus 9

@@ -5,7 +5,6 @@ import click
 from gpupool.cli.child import NOT_EXECUTABLE, NOT_FOUND
 from gpupool.model.errors import ErrorKind
 
-BROKEN_PIPE = 141
 INTERRUPTED = 130
 
 
@@ -20,7 +19,7 @@ def exit_codes() -> list[tuple[int, str]]:
     codes[INTERRUPTED] += "; Ctrl-C"
     codes[NOT_EXECUTABLE] = "gpupool run: the command cannot be executed"
     codes[NOT_FOUND] = "gpupool run: there is no such command"
-    codes[BROKEN_PIPE] = "the reader of our output has gone"
+    codes[1] = "the reader of our output has gone"
     return sorted(codes.items())
 
 

@@ -211,7 +211,7 @@ def _facts(found: Lease) -> Iterable[tuple[str, object]]:
     if found.process is not None:
         yield "held by", f"process {found.process.pid} on {found.process.node_id}"
     else:
-        yield "held by", f"renewals every {found.ttl_s:g} s" if found.ttl_s else "nobody"
+        yield "held by", f"renewals within {found.ttl_s:g} s" if found.ttl_s else "nobody"
     if found.position:
         yield "position", found.position
     if found.explanation.summary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ from gpupool.cli.completion import VARIABLE, completion
 from gpupool.cli.events import events
 from gpupool.cli.explain import explain
 from gpupool.cli.gpus import gpus
-from gpupool.cli.help import BROKEN_PIPE, INTERRUPTED, help_command
+from gpupool.cli.help import INTERRUPTED, help_command
 from gpupool.cli.hold import hold
 from gpupool.cli.lease import lease
 from gpupool.cli.nodes import nodes
@@ -33,7 +32,7 @@ Examples:
   gpupool run --gpus 0.1 -- python serve.py
   gpupool lease create --gpus 8 --level node --ttl 2h
   gpupool explain --gpus 9
-\b
+
 Exit codes: "gpupool help exit-codes".""",
 )
 @click.version_option(__version__, prog_name="gpupool", message="%(prog)s %(version)s")
@@ -89,10 +88,6 @@ def run_with(arguments: Sequence[str]) -> int:
         return error.kind.value.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except BrokenPipeError:
-        # Python would try to flush at exit, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
     return result if isinstance(result, int) else 0
 
 

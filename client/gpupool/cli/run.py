@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    short_help="Run a command under a lease of its own.",
+    short_help="Runs a command under a lease of its own.",
     epilog="""\b
 Examples:
   gpupool run --gpus 0.1 -- python serve.py
@@ -90,7 +90,10 @@ def _under_lease(client: Client, ask: Ask, command: tuple[str, ...], *, quiet: b
             narrator.child = child
             if lease.lost:  # it ended before there was somebody to tell
                 child.send(signal.SIGTERM)
-            return child.wait()
+            try:
+                return child.wait()
+            finally:
+                narrator.child = None  # what ends now, ends by our own will
 
 
 class Narrator:
@@ -109,7 +112,7 @@ class Narrator:
                 self._say(f"waiting, position {lease.position}: {reason}")
             case LeaseState.ACTIVE:
                 place = few(nodes_of(lease)) or "no node"
-                self._say(f"lease {lease.lease_id}: {asked_gpus(lease)} GPU on {place}")
+                self._say(f"lease {lease.lease_id}: GPUs {asked_gpus(lease)} on {place}")
             case state if state in ENDED and state is not LeaseState.RELEASED:
                 self._end(lease)
             case LeaseState.RELEASING | LeaseState.RELEASED:
@@ -118,7 +121,12 @@ class Narrator:
                 pass  # granted: the nodes prepare, which takes a moment
 
     def tell_members_elsewhere(self, lease: HeldLease) -> None:
-        """Points at the other members, which nobody starts."""
+        """Points at the other members, which nobody starts, and at GPUs of another host."""
+        from gpupool.sdk.members import member_here
+
+        process, member = lease.current.process, member_here(lease.current)
+        if process and member and member.place.node_id != process.node_id:
+            self._say(f"its GPUs are on {member.place.node_id}, not on this host")
         others = len(lease.members) - 1
         if others > 0:
             self._say(

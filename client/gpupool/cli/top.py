@@ -61,7 +61,7 @@ def pool(session: Session, output: str) -> None:
 
 
 @click.command(
-    short_help="Show the pool live.",
+    short_help="Shows the pool live.",
     epilog="\b\nExamples:\n  gpupool top\n  gpupool top --interval 10",
 )
 @click.option(

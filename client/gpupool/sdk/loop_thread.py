@@ -5,6 +5,8 @@ import threading
 from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any, TypeVar
 
+from gpupool.errors import WrongStateError
+
 CANCEL_GRACE_S = 10.0
 """Longest time that Ctrl-C waits for what is under way to be given up cleanly."""
 
@@ -22,11 +24,14 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """The coroutine's result.
+        """The coroutine's result. WrongStateError once stopped.
 
         When the calling thread is interrupted (Ctrl-C), the coroutine is cancelled
         and has CANCEL_GRACE_S to give up what it holds before the interrupt goes on.
         """
+        if self._loop.is_closed():
+            coroutine.close()
+            raise WrongStateError("the client is closed")
         ended = threading.Event()
 
         async def to_end() -> _Result:
@@ -56,7 +61,9 @@ class LoopThread:
             while (found := self.run(following())) is not None:
                 yield found[0]
         finally:
-            self.run(items.aclose())
+            # A closed client has closed its generators itself.
+            if not self._loop.is_closed():
+                self.run(items.aclose())
 
     def stop(self, last: Coroutine[Any, Any, None]) -> None:
         """Does ``last`` and ends the thread; bounded, and silent when called twice."""
