@@ -56,6 +56,8 @@ class Demo:
         # What the caller's shell says about another pool must not count here.
         self._environment = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}
         self._environment["PATH"] = f"{BIN}{os.pathsep}{self._environment.get('PATH', '')}"
+        # Lets stand-ins for CUDA programs find the simulated host of their lease.
+        self._environment["GPUPOOL_SIMULATED_NODES"] = str(sockets / "control" / "nodes")
         self._programs = Programs(logs, self._environment)
 
     def run(self) -> None:
@@ -97,6 +99,8 @@ class Demo:
             [
                 *("python", "-m", "gpupool_agent.simulated", "--allocator", self._address),
                 *("--control", self._sockets / "control", "--local-socket-dir", self._sockets),
+                # A demo is watched: show what GPUs do sooner than the default.
+                *("--usage-period-s", "1", "--telemetry-period-s", "1"),
                 *("--ready-file", ready),
                 *[word for node in NODES for word in ("--node", node)],
             ],
@@ -148,40 +152,57 @@ class Demo:
         self.verified("the command saw its part of one GPU; its lease ended with it")
 
     def kill_a_holder(self) -> None:
-        """Ends a holder with kill -9; nobody renews anything, and the GPU comes back."""
+        """Ends a holder with kill -9; nobody renews anything, and the GPU comes back.
+
+        The holder's child outlives it. The lease is over, but the GPU stays out of the
+        pool until the child is gone too.
+        """
         self.headline("end a holder with kill -9 and see its GPU come back")
         holder = self.start_holder()
         device = until("the holder's memory to show on its GPU", self.device_in_use)
-        used = device["telemetry"]["used_memory_mib"]
+        used = device["telemetry"]["memory_used_mib"]
         uuid = device["device"]["uuid"]
         self.verified(f"process {holder.process.pid} holds {uuid}, {used} MiB in use")
-        print(f"$ kill -9 {holder.process.pid}")
+
+        print(f"$ kill -9 {holder.process.pid}", flush=True)
         killed = time.monotonic()
-        os.killpg(holder.process.pid, signal.SIGKILL)
-        holder.process.wait()
-        self._programs.forget(holder)
+        os.kill(holder.process.pid, signal.SIGKILL)
+        (orphan,) = until("the holder's child to be named", lambda: self.row(uuid)["strays"])
+        self.expect(
+            os.getpgid(orphan["pid"]) == holder.process.pid, f"{orphan} is not the holder's child"
+        )
+        self.verified(
+            f"the lease is over after {time.monotonic() - killed:.1f} s, but process "
+            f"{orphan['pid']} of it still has {orphan['memory_mib']} MiB: the GPU is kept out"
+        )
 
-        def free_again() -> bool:
-            (row,) = [r for r in self.rows("gpus") if r["device"]["uuid"] == uuid]
-            return bool(row["state"] == "DEVICE_STATE_FREE")
-
-        until(f"{uuid} to be free again", free_again)
+        print(f"$ kill -9 {orphan['pid']}", flush=True)
+        killed = time.monotonic()
+        os.kill(orphan["pid"], signal.SIGKILL)
+        until(f"{uuid} to be free", lambda: self.row(uuid)["state"] == "DEVICE_STATE_FREE")
         self.verified(f"confirmed clean and free again after {time.monotonic() - killed:.1f} s")
+        self._programs.end(holder)
 
     def start_holder(self) -> Program:
         """Starts a stand-in for a CUDA program under ``gpupool run``, through the agent."""
         socket = self._sockets / f"{HOLDER_NODE}.sock"
         client = ["python", "-m", "gpupool_agent.simulated.cuda_client"]
-        command = ["gpupool", "--address", f"unix:{socket}", "run", "--gpus", "1", "--"]
+        command = ["gpupool", "--address", f"unix:{socket}", "run", "--gpus", "1"]
+        command += ["--model", "L40S", "--"]
         command += [*client, "--memory-mib", str(HOLDER_MEMORY_MIB), "--seconds", "600"]
         print(f"$ {' '.join(command)} &")
         return self._programs.start("holder", command)
+
+    def row(self, uuid: str) -> Row:
+        """A GPU as the pool shows it now."""
+        (row,) = [row for row in self.rows("gpus") if row["device"]["uuid"] == uuid]
+        return row
 
     def device_in_use(self) -> Row | None:
         """The GPU on which the holder's memory has shown up."""
         self._programs.check_alive()
         for row in self.rows("gpus"):
-            used = int(row.get("telemetry", {}).get("used_memory_mib", 0))
+            used = int(row.get("telemetry", {}).get("memory_used_mib", 0))
             if row["node_id"] == HOLDER_NODE and row["lease_ids"] and used >= HOLDER_MEMORY_MIB:
                 return row
         return None
@@ -205,6 +226,7 @@ class Demo:
         print(
             f"\nThe pool stays up until Ctrl-C. In another terminal, try:\n\n"
             f"  export PATH={BIN}:$PATH GPUPOOL_ADDRESS={self._address}\n"
+            f"  export GPUPOOL_SIMULATED_NODES={control / 'nodes'}\n"
             f"  gpupool top\n"
             f"  gpupool explain --gpus 9\n"
             f"  gpupool --address unix:{socket} run --gpus 0.5 -- bash\n"
@@ -301,8 +323,9 @@ def main() -> int:
         "--state", type=Path, default=ROOT / ".demo", help="where state and logs go"
     )
     options = parser.parse_args()
-    # kill of the demo ends the pool as Ctrl-C does.
+    # Whatever ends the demo (kill, a closed terminal) ends the pool as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         with folders(options.state.resolve()) as (state, sockets):
             demo = Demo(state, sockets)
@@ -311,6 +334,9 @@ def main() -> int:
                 if not options.check:
                     demo.invite()
             finally:
+                # A second Ctrl-C must not leave half of it behind.
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_IGN)
                 print("\nstopping everything", flush=True)
                 demo.stop()
     except DemoError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -37,19 +38,41 @@ def until(what: str, look: Callable[[], Found | None], *, limit_s: float = 30.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program that we started."""
+    """A program that we started, the leader of a session of its own.
+
+    It is not reaped before ``end``, so that until then neither its process id nor its
+    group's can be anybody else's.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
 
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
     def check_alive(self) -> None:
         """DemoError with the end of its log when it has ended."""
-        status = self.process.poll()
+        status = self.status()
         if status is not None:
             tail = self.log.read_text(errors="replace").splitlines()[-15:]
             lines = "\n    ".join(tail)
             raise DemoError(f"{self.name} ended with status {status}; {self.log}:\n    {lines}")
+
+    def end(self) -> bool:
+        """Ends it and all that it left in its group; False when it had to be killed."""
+        os.kill(self.process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_PATIENCE_S
+        while self.status() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        in_time = self.status() is not None
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        return in_time
 
 
 class Programs:
@@ -91,20 +114,16 @@ class Programs:
         for program in self._running:
             program.check_alive()
 
-    def forget(self, program: Program) -> None:
-        """Takes a program that the demo itself has ended off the list."""
+    def end(self, program: Program) -> None:
+        """Ends one of them before the others."""
         self._running.remove(program)
+        program.end()
 
     def stop(self) -> list[str]:
         """Ends all, the last first; returns the names of those that had to be killed."""
         killed: list[str] = []
-        for program in reversed(self._running):
-            program.process.send_signal(signal.SIGTERM)
-            try:
-                program.process.wait(STOP_PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                program.process.kill()
-                program.process.wait()
+        while self._running:
+            program = self._running.pop()
+            if not program.end():
                 killed.append(program.name)
-        self._running.clear()
         return killed

@@ -41,17 +41,19 @@ def render() -> str:
 
 def section(program: str, prefix: str, settings: type) -> list[str]:
     """One program's table."""
-    lines = [
+    return [
         f"## {program}",
         "",
         f"In the environment: `{prefix}` and the key in capitals.",
         "",
         "| key | default | meaning |",
         "|---|---|---|",
+        *(
+            f"| `{field.name}` | {shown(field)} | {explained(field)} |"
+            for field in dataclasses.fields(settings)
+        ),
+        "",
     ]
-    for field in dataclasses.fields(settings):
-        lines.append(f"| `{field.name}` | {shown(field)} | {explained(field)} |")
-    return [*lines, ""]
 
 
 def explained(field: dataclasses.Field[object]) -> str:

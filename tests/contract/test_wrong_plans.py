@@ -18,7 +18,7 @@ def member(rank: int, *uuids: str, share_pct: int = 100) -> PlannedMember:
         DeviceShare(
             device_uuid=DeviceUuid(uuid),
             share_pct=share_pct,
-            memory_mib=MEMORY_MIB * share_pct // 100,
+            memory_mib=MEMORY_MIB if share_pct == 100 else 0,
             whole=share_pct == 100,
         )
         for uuid in uuids
