@@ -685,7 +685,9 @@ class Cause(_message.Message):
     code: _builtins.str
     """Stable word: "gpu_busy", "gpu_memory", "model", "label", "cpu",
     "host_memory", "uid", "held", "unreachable", "unclean", "faulty",
-    "memory_unknown", "spread", "queue".
+    "memory_unknown", "spread", "queue", "gpu_count" (too few such GPUs on the
+    node even when free), "slicing" (GPUs that take no slices), "search_bound"
+    (not looked at before the search reached its bound).
     """
     count: _builtins.int
     """How many of the unit are ruled out by it."""
