@@ -1,5 +1,6 @@
 """The agent's settings: a TOML file, then GPUPOOL_AGENT_* in the environment, then flags."""
 
+import ipaddress
 import re
 import socket
 import tomllib
@@ -10,7 +11,6 @@ from typing import Any, TypeGuard
 
 NODE_ID = re.compile(r"[A-Za-z0-9_.-]{1,253}\Z")
 ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})\Z")
-LOOPBACK = ("127.", "localhost", "[::1]")
 ENVIRONMENT_PREFIX = "GPUPOOL_AGENT_"
 STATE_DIR = Path("/var/lib/gpupool-agent")
 RUN_DIR = Path("/run/gpupool")
@@ -126,18 +126,21 @@ class AgentSettings:
 
     def _check_address(self, address: str) -> None:
         match = ADDRESS.match(address)
+        good = match is not None and 0 < int(match["port"]) <= 65535
+        _check(good, "allocators", address, "host:port with a port of 1..65535")
         _check(
-            match is not None and 0 < int(match["port"]) < 65536,
-            "allocators",
-            address,
-            "host:port with a port of 1..65535",
-        )
-        _check(
-            self.insecure or address.startswith(LOOPBACK),
+            self.insecure or (match is not None and _is_loopback(match["host"])),
             "allocators",
             address,
             "an address on loopback, or insecure = true",
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def load_settings(

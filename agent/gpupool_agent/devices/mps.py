@@ -4,6 +4,7 @@ It keeps every rule that placement and holders rely on (one user a GPU, shares o
 most 100 percent, the environment that confines a client), and starts nothing.
 """
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,6 @@ SLICES_MAX = 48
 @dataclass(slots=True)
 class _Daemon:
     uid: int
-    slot: int
     slices: dict[tuple[AssignmentKey, int], SliceLimits] = field(
         default_factory=dict[tuple[AssignmentKey, int], SliceLimits]
     )
@@ -27,21 +27,19 @@ class _Daemon:
 class InProcessMps:
     """``MpsControl`` that remembers instead of starting daemons.
 
-    ``directory`` is where pipe directories would be; they are named by a small slot
-    number, since the path of a Unix socket is short.
+    ``directory`` is where pipe directories would be. Their names are short, since the
+    path of a Unix socket is, and the same after every restart of the agent.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._daemons: dict[DeviceUuid, _Daemon] = {}
-        self._slots: dict[DeviceUuid, int] = {}
 
     async def start(self, gpu: DeviceUuid, uid: int) -> None:
         """Have a daemon for this user on the GPU."""
         daemon = self._daemons.get(gpu)
         if daemon is None:
-            slot = self._slots.setdefault(gpu, len(self._slots))
-            self._daemons[gpu] = _Daemon(uid=uid, slot=slot)
+            self._daemons[gpu] = _Daemon(uid=uid)
         elif daemon.uid != uid:
             raise MpsError(f"{gpu}: its MPS serves uid {daemon.uid}, not {uid}")
 
@@ -58,7 +56,7 @@ class InProcessMps:
         if len(others) >= SLICES_MAX:
             raise MpsError(f"{gpu}: it has {SLICES_MAX} slices, the most that MPS serves")
         daemon.slices[name] = limits
-        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(self._directory / str(daemon.slot))}
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(self._directory / _short_name(gpu))}
         if limits.share_pct:
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(limits.share_pct)
         if limits.memory_mib:
@@ -99,3 +97,7 @@ class InProcessMps:
         if daemon is None:
             raise MpsError(f"{gpu}: no MPS daemon runs")
         return daemon
+
+
+def _short_name(gpu: DeviceUuid) -> str:
+    return hashlib.sha256(gpu.encode()).hexdigest()[:8]
