@@ -18,11 +18,11 @@ from gpupool.wire.resources import lease_spec_from_proto
 
 def spec(**changes: object) -> pb.LeaseSpec:
     group = pb.Group(replicas=1, whole=pb.WholeGpus(count=1))
-    return pb.LeaseSpec(**{"groups": [group], **changes})  # type: ignore[arg-type]
+    return pb.LeaseSpec(**{"groups": [group], **changes})  # type: ignore[arg-type] # on purpose: fields by name
 
 
 def group(**changes: object) -> pb.LeaseSpec:
-    return spec(groups=[pb.Group(**{"replicas": 1, **changes})])  # type: ignore[arg-type]
+    return spec(groups=[pb.Group(**{"replicas": 1, **changes})])  # type: ignore[arg-type] # on purpose: fields by name
 
 
 def part(**changes: int) -> pb.LeaseSpec:
@@ -87,7 +87,7 @@ BAD_SPECS: dict[str, tuple[pb.LeaseSpec, str]] = {
         "spec.groups[0].name: 'Main!' is not in 1..63 characters of a-z, 0-9 and '-'",
     ),
     "unknown level": (
-        spec(topology=pb.TopologyConstraint(required=99)),  # type: ignore[arg-type]
+        spec(topology=pb.TopologyConstraint(required=99)),  # type: ignore[arg-type] # on purpose: fields by name
         "spec.topology.required: 99 is not in LEVEL_GPU",
     ),
     "control characters": (
