@@ -75,6 +75,7 @@ class NvmlDriver:
         self._initialised = True
         count = self._demand(nvml.nvmlDeviceGetCount)
         if not count:
+            self.close()
             raise DriverUnavailableError("the driver lists no devices")
         before, self._listed, self._failed = self._listed, {}, {}
         unreadable: list[str] = []

@@ -1,0 +1,333 @@
+"""The adapters: NVML over the simulated driver, sysfs, /proc, MPS, blocking calls."""
+
+import asyncio
+import contextvars
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.agent_bench import key
+
+from gpupool.model.ids import DeviceUuid
+from gpupool_agent.devices.blocking import BlockingCalls, CallHangsError
+from gpupool_agent.devices.hca import SysfsHcaReader
+from gpupool_agent.devices.host import ProcHostReader
+from gpupool_agent.devices.interfaces import DriverUnavailableError, MpsError, SliceLimits
+from gpupool_agent.devices.mps import InProcessMps
+from gpupool_agent.devices.nvml import NvmlDriver, pci_address
+from gpupool_agent.devices.processes import ProcProcessTable
+from gpupool_agent.simulated.node import CURRENT_NODE, SimulatedNode
+from gpupool_agent.simulated.nvml_library import install
+from gpupool_agent.simulated.specs import parse_node
+from gpupool_agent.simulated.sysfs import set_port, sysfs_root, write_sysfs
+
+MACHINES = ("dgx-a100", "dgx-h100", "hgx-b200", "gb200-tray", "pcie-l40s", "gb10")
+
+
+@pytest.fixture
+def simulate(tmp_path: Path) -> Iterator[Callable[..., SimulatedNode]]:
+    """Make a described machine the one that this test's driver calls reach."""
+    install()
+    tokens: list[contextvars.Token[SimulatedNode | None]] = []
+
+    def make(text: str) -> SimulatedNode:
+        spec = parse_node(text)
+        directory = tmp_path / spec.node_id
+        directory.mkdir()
+        node = SimulatedNode(
+            node_id=spec.node_id,
+            machine=spec.machine,
+            directory=directory,
+            domain=spec.domain,
+            clique=spec.clique,
+        )
+        write_sysfs(node)
+        tokens.append(CURRENT_NODE.set(node))
+        return node
+
+    yield make
+    for token in reversed(tokens):
+        CURRENT_NODE.reset(token)
+
+
+@pytest.mark.parametrize("kind", MACHINES)
+def test_every_machine_is_read_through_nvml(
+    kind: str, simulate: Callable[..., SimulatedNode]
+) -> None:
+    node = simulate(f"{kind}:n")
+    driver = NvmlDriver(sysfs_root(node))
+    found = driver.inventory()
+    assert [each.uuid for each in found.devices] == [gpu.uuid for gpu in node.gpus]
+    assert found.failed == ()
+    assert found.unreadable == ()
+    assert found.driver_version
+    for each in found.devices:
+        assert each.model
+        assert len(each.pci_address) == len("0000:1b:00.0")
+        assert (each.memory_mib is None) == (kind == "gb10")
+        assert each.sm_count > 0
+        assert each.compute_capability.count(".") == 1
+        assert bool(each.nvlink_domain) == (kind == "gb200-tray")
+    for usage in driver.usage():
+        assert usage.processes == ()
+        assert (usage.memory_used_mib is None) == (kind == "gb10")
+    assert len(driver.telemetry()) == len(node.gpus)
+    driver.close()
+
+
+def test_trays_of_one_domain_share_it_and_others_do_not(
+    simulate: Callable[..., SimulatedNode],
+) -> None:
+    domains: list[str] = []
+    for text in ("gb200-tray:a,domain=x", "gb200-tray:b,domain=x", "gb200-tray:c,domain=y"):
+        driver = NvmlDriver(sysfs_root(simulate(text)))
+        domains.append(driver.inventory().devices[0].nvlink_domain)
+        driver.close()
+    assert domains[0] == domains[1] != domains[2]
+    cluster, clique = domains[0].rsplit(".", 1)
+    assert len(cluster) == 36
+    assert clique.isdigit()
+
+
+def test_a_lost_gpu_is_named_and_hides_no_other(simulate: Callable[..., SimulatedNode]) -> None:
+    node = simulate("dgx-h100:n")
+    driver = NvmlDriver(sysfs_root(node))
+    driver.inventory()
+    node.gpus[3].lost = True
+    usage = driver.usage()
+    assert [each.uuid for each in usage if each.failed] == [node.gpus[3].uuid]
+    assert all(each.processes == () for each in usage if not each.failed)
+    assert len(driver.telemetry()) == 7
+    again = driver.inventory()
+    assert [(each.uuid, each.code) for each in again.failed] == [(node.gpus[3].uuid, "gpu_lost")]
+    assert len(again.devices) == 8
+    node.gpus[3].lost = False
+    assert driver.inventory().failed == ()
+    driver.close()
+
+
+def test_a_gpu_that_was_never_readable_is_told_as_such(
+    simulate: Callable[..., SimulatedNode],
+) -> None:
+    node = simulate("pcie-l40s:n")
+    node.gpus[0].lost = True
+    driver = NvmlDriver(sysfs_root(node))
+    found = driver.inventory()
+    assert len(found.devices) == len(node.gpus) - 1
+    assert found.unreadable == ("GPU 0: the driver has lost it",)
+    driver.close()
+
+
+def test_a_driver_that_is_not_loaded_is_unavailable_and_comes_back(
+    simulate: Callable[..., SimulatedNode],
+) -> None:
+    node = simulate("dgx-h100:n")
+    driver = NvmlDriver(sysfs_root(node))
+    node.driver_loaded = False
+    with pytest.raises(DriverUnavailableError):
+        driver.inventory()
+    with pytest.raises(DriverUnavailableError):
+        driver.usage()
+    node.driver_loaded = True
+    assert len(driver.inventory().devices) == 8
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("bus_id", "address"),
+    [
+        ("00000000:1B:00.0", "0000:1b:00.0"),
+        ("0000:1b:00.0", "0000:1b:00.0"),
+        ("00010000:01:00.0", "0000:01:00.0"),
+        ("0000000A:01:00.0", "000a:01:00.0"),
+        ("", ""),
+    ],
+)
+def test_a_pci_address_has_a_domain_of_four_digits(bus_id: str, address: str) -> None:
+    assert pci_address(bus_id) == address
+
+
+def test_network_adapters_are_read_with_their_ports(
+    simulate: Callable[..., SimulatedNode],
+) -> None:
+    node = simulate("dgx-h100:n")
+    hcas = SysfsHcaReader(sysfs_root(node)).read()
+    assert len(hcas) == len(node.machine.hcas)
+    first = hcas[0]
+    assert len(first.node_guid) == 16
+    assert len(first.pci_address) == len("0000:1b:00.0")
+    (port,) = first.ports
+    assert port.state == "ACTIVE"
+    assert port.rate_mbps == node.machine.hcas[0].rate_gbps * 1000
+    assert len(port.port_guid) == 16
+    assert port.lid > 0
+    assert port.sm_lid == 1
+    set_port(node, first.name, up=False)
+    assert SysfsHcaReader(sysfs_root(node)).read()[0].ports[0].state == "DOWN"
+
+
+def test_a_host_without_adapters_and_files_that_say_nothing_are_no_error(tmp_path: Path) -> None:
+    assert SysfsHcaReader(tmp_path).read() == ()
+    port = tmp_path / "class" / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "lid").write_text("N/A (no PMA)")
+    (port / "rate").write_text("nonsense")
+    (hca,) = SysfsHcaReader(tmp_path).read()
+    assert hca.numa_node == -1
+    assert (hca.ports[0].lid, hca.ports[0].rate_mbps) == (0, 0)
+
+
+def test_the_host_is_read_from_proc() -> None:
+    facts = ProcHostReader().read()
+    assert len(facts.boot_id) == 36
+    assert facts.cpu_milli >= 1000
+    assert facts.host_memory_mib > 0
+    assert facts.simulated == ""
+
+
+def test_a_process_is_described_with_its_lease_and_its_ancestors() -> None:
+    child = subprocess.Popen(["sleep", "60"], env={"GPUPOOL_LEASE_ID": "l-1", "PATH": "/bin"})
+    try:
+        facts = ProcProcessTable().describe(child.pid)
+        assert facts is not None
+        assert facts.lease_id == "l-1"
+        assert facts.command == "sleep 60"
+        assert facts.uid == os.getuid()
+        assert facts.ancestors[0] == os.getpid()
+        assert facts.start_ticks > 0
+    finally:
+        child.kill()
+        child.wait()
+    assert ProcProcessTable().describe(child.pid) is None
+
+
+def test_an_environment_that_may_not_be_read_is_unknown_not_empty(tmp_path: Path) -> None:
+    directory = tmp_path / "5"
+    directory.mkdir()
+    (directory / "stat").write_text("5 (a) b) S 1 " + " ".join("0" * 17) + " 77 0")
+    (directory / "cmdline").write_bytes(b"prog\0\x1b[0m\0")
+    facts = ProcProcessTable(tmp_path).describe(5)
+    assert facts is not None
+    assert facts.lease_id is None
+    assert facts.start_ticks == 77
+    assert facts.command == "prog ?[0m"
+
+
+def sleeping() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "60"])
+
+
+async def test_the_end_of_a_watched_process_is_told_once() -> None:
+    child = sleeping()
+    table = ProcProcessTable()
+    ended: asyncio.Queue[str] = asyncio.Queue()
+    ticks = table.start_ticks(child.pid)
+    assert ticks is not None
+    watch = table.watch(child.pid, ticks, ended.put_nowait)
+    assert watch is not None
+    child.send_signal(signal.SIGKILL)
+    assert await asyncio.wait_for(ended.get(), 10) == "exited"
+    watch.close()
+    child.wait()
+    assert ended.empty()
+
+
+async def test_another_process_with_the_pid_is_neither_watched_nor_signalled() -> None:
+    table = ProcProcessTable()
+    child = sleeping()
+    try:
+        ticks = table.start_ticks(child.pid)
+        assert ticks is not None
+        assert table.watch(child.pid, ticks - 1, lambda _: None) is None
+        assert table.signal(child.pid, ticks - 1, signal.SIGKILL) == ""
+        assert child.poll() is None
+        assert table.signal(child.pid, ticks, signal.SIGKILL) == ""
+        assert child.wait() == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
+
+
+GPU = DeviceUuid("GPU-1")
+
+
+def limits(lease: str, share_pct: int, uid: int = 1000) -> SliceLimits:
+    return SliceLimits(key=key(lease), token=1, uid=uid, share_pct=share_pct, memory_mib=100)
+
+
+async def test_mps_serves_one_user_a_gpu_and_at_most_its_whole(tmp_path: Path) -> None:
+    mps = InProcessMps(tmp_path)
+    with pytest.raises(MpsError, match="no MPS daemon"):
+        await mps.set_limits(GPU, limits("a", 10))
+    await mps.start(GPU, 1000)
+    await mps.start(GPU, 1000)
+    with pytest.raises(MpsError, match="serves uid 1000, not 1001"):
+        await mps.start(GPU, 1001)
+    environment = await mps.set_limits(GPU, limits("a", 70))
+    assert environment == await mps.set_limits(GPU, limits("a", 70))
+    assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "70"
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "GPU-1=100M"
+    with pytest.raises(MpsError, match="70 % are taken, 40 % do not fit"):
+        await mps.set_limits(GPU, limits("b", 40))
+    await mps.probe(GPU, limits("a", 70))
+    with pytest.raises(MpsError, match="1 slices are left"):
+        await mps.stop(GPU)
+    assert await mps.verify(GPU) != ""
+    await mps.remove_limits(GPU, key("a"), 1)
+    await mps.remove_limits(GPU, key("a"), 1)
+    await mps.stop(GPU)
+    await mps.stop(GPU)
+    assert await mps.verify(GPU) == ""
+    assert (await mps.status(GPU)).uid is None
+    again = InProcessMps(tmp_path)
+    await again.start(GPU, 1000)
+    assert await again.set_limits(GPU, limits("a", 70)) == environment
+
+
+async def test_a_blocking_call_runs_in_the_context_of_its_maker_on_another_thread() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable")
+    variable.set("mine")
+    calls = BlockingCalls("driver")
+    variable.set("changed")
+
+    def read() -> tuple[str, bool]:
+        return variable.get(), threading.current_thread() is threading.main_thread()
+
+    assert await calls.call(read, 10) == ("mine", False)
+    with pytest.raises(ZeroDivisionError):
+        await calls.call(lambda: 1 // 0, 10)
+
+
+async def test_a_hung_call_is_given_up_and_refuses_others_until_it_returns() -> None:
+    calls = BlockingCalls("driver")
+    gate = threading.Event()
+    with pytest.raises(CallHangsError, match=r"the driver has not answered for 0\.05 s"):
+        await calls.call(gate.wait, 0.05)
+    before = time.monotonic()
+    with pytest.raises(CallHangsError, match="an earlier call to the driver has not returned"):
+        await calls.call(gate.wait, 30)
+    assert time.monotonic() - before < 20
+    gate.set()
+    await calls.returned()
+    assert await calls.call(lambda: 5, 10) == 5
+
+
+async def test_a_call_that_fails_after_it_was_given_up_disturbs_nobody() -> None:
+    calls = BlockingCalls("driver")
+    gate = threading.Event()
+
+    def late_failure() -> Any:
+        gate.wait()
+        raise ValueError("too late")
+
+    with pytest.raises(CallHangsError):
+        await calls.call(late_failure, 0.05)
+    gate.set()
+    await calls.returned()
+    assert await calls.call(lambda: 1, 10) == 1
