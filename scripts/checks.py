@@ -62,8 +62,8 @@ def main() -> int:
     )
     options, pytest_arguments = parser.parse_known_args()
     # Ended by a CI runner or a terminal's hang-up: stop the children as for Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         if options.planted:
             return run("planted bugs", ["python", "tests/planted/run.py", *pytest_arguments])

@@ -37,6 +37,7 @@ NODES = (
     "pcie-l40s:l40s-01",
     "gb10:spark-01",
 )
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HOLDER_NODE = "l40s-01"
 HOLDER_MEMORY_MIB = 2000
 
@@ -221,7 +222,6 @@ class Demo:
 
     def invite(self) -> None:
         """Says what can be tried, and waits for Ctrl-C."""
-        socket = self._sockets / "h100-01.sock"
         control = self._sockets / "control"
         print(
             f"\nThe pool stays up until Ctrl-C. In another terminal, try:\n\n"
@@ -229,7 +229,7 @@ class Demo:
             f"  export GPUPOOL_SIMULATED_NODES={control / 'nodes'}\n"
             f"  gpupool top\n"
             f"  gpupool explain --gpus 9\n"
-            f"  gpupool --address unix:{socket} run --gpus 0.5 -- bash\n"
+            f"  gpupool run --gpus 0.5 -- bash\n"
             f"  gpupool events --follow\n"
             f"  python -m gpupool_agent.simulated.inject --control {control} h100-01 gpu-lost 3\n"
             f"\nLogs are in {self._state / 'logs'}.",
@@ -323,9 +323,10 @@ def main() -> int:
         "--state", type=Path, default=ROOT / ".demo", help="where state and logs go"
     )
     options = parser.parse_args()
-    # Whatever ends the demo (kill, a closed terminal) ends the pool as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.default_int_handler)
+    # Whatever ends the demo (kill, a closed terminal) ends the pool as Ctrl-C does; that
+    # itself is ignored where a shell started the demo in the background.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
     try:
         with folders(options.state.resolve()) as (state, sockets):
             demo = Demo(state, sockets)
@@ -335,7 +336,7 @@ def main() -> int:
                     demo.invite()
             finally:
                 # A second Ctrl-C must not leave half of it behind.
-                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                for number in STOP_SIGNALS:
                     signal.signal(number, signal.SIG_IGN)
                 print("\nstopping everything", flush=True)
                 demo.stop()

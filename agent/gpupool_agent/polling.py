@@ -40,13 +40,13 @@ class Periods(Protocol):
     """How often what is read, in seconds; see AgentSettings."""
 
     @property
-    def inventory_period_s(self) -> float: ...  # noqa: D102
+    def inventory_period_s(self) -> float: ...  # noqa: D102 - see the class
     @property
-    def usage_period_s(self) -> float: ...  # noqa: D102
+    def usage_period_s(self) -> float: ...  # noqa: D102 - see the class
     @property
-    def telemetry_period_s(self) -> float: ...  # noqa: D102
+    def telemetry_period_s(self) -> float: ...  # noqa: D102 - see the class
     @property
-    def driver_deadline_s(self) -> float: ...  # noqa: D102
+    def driver_deadline_s(self) -> float: ...  # noqa: D102 - see the class
 
 
 class Poller:

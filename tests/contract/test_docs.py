@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from gpupool.cli.main import main as gpupool_cli
+from gpupool.cli.main import cli as gpupool_cli
 from gpupool_agent.settings import AgentSettings
 from gpupool_allocator.settings import AllocatorSettings
 
@@ -57,7 +57,8 @@ def test_every_setting_is_explained_and_stands_in_the_example_file(
     text = (ROOT / "systemd" / example).read_text()
     for field in dataclasses.fields(settings):
         assert field.metadata.get("text") or field.metadata["meaning"], field.name
-        assert re.search(rf"^#? ?{field.name} =", text, re.MULTILINE), field.name
+        # A key, or a table for those that are one.
+        assert re.search(rf"^#? ?({field.name} =|\[{field.name}\])", text, re.MULTILINE), field.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

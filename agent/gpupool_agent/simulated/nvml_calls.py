@@ -108,7 +108,7 @@ def _gpu_of(node: SimulatedNode, handle: Any) -> SimulatedGpu | ReturnCode:
 
 def target(pointer: Any) -> Any:
     """Return what a byref() points to: it gives no other way in Python."""
-    return pointer._obj  # noqa: SLF001
+    return pointer._obj  # noqa: SLF001 - ctypes names it so
 
 
 def number(argument: Any) -> int:
