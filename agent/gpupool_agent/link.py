@@ -173,7 +173,7 @@ class Link:
 
     async def _introduce(self, stream: Stream) -> Welcome:
         hello = hello_to_proto(self._user.hello())
-        await stream.write(node_pb2.ConnectRequest(hello=hello))
+        await _write(stream, node_pb2.ConnectRequest(hello=hello))
         message = await _read(stream)
         if not message.HasField("welcome"):
             raise _LinkClosedError("the first message was no Welcome")
@@ -204,32 +204,44 @@ class Link:
     async def _say(self, stream: Stream, interval_s: float) -> str:
         while not self._closing:
             if self._reports:
-                await _write(stream, self._reports.popleft())
+                await _write(stream, _report(self._reports.popleft()))
                 continue
             if self._telemetry is not None:
                 devices, self._telemetry = self._telemetry, None
                 message = telemetry_to_proto(devices)
-                await stream.write(node_pb2.ConnectRequest(telemetry=message))
+                await _write(stream, node_pb2.ConnectRequest(telemetry=message))
                 continue
             self._news.clear()
             try:
                 async with asyncio.timeout(interval_s):
                     await self._news.wait()
             except TimeoutError:
-                await _write(stream, self._user.heartbeat())
+                await _write(stream, _report(self._user.heartbeat()))
         return self._closing
 
 
-async def _write(stream: Stream, report: Report) -> None:
-    await stream.write(node_pb2.ConnectRequest(report=report_to_proto(report)))
+def _report(report: Report) -> node_pb2.ConnectRequest:
+    return node_pb2.ConnectRequest(report=report_to_proto(report))
+
+
+async def _write(stream: Stream, message: node_pb2.ConnectRequest) -> None:
+    try:
+        await stream.write(message)
+    except asyncio.InvalidStateError as error:
+        # grpc's answer where the stream has ended meanwhile: nobody is to blame here.
+        raise await _ended(stream) from error
 
 
 async def _read(stream: Stream) -> node_pb2.ConnectResponse:
     message = await stream.read()
     if not isinstance(message, node_pb2.ConnectResponse):
-        status = await stream.code()
-        raise _LinkClosedError(f"{status.name}: {await stream.details() or 'the stream ended'}")
+        raise await _ended(stream)
     return message
+
+
+async def _ended(stream: Stream) -> _LinkClosedError:
+    status = await stream.code()
+    return _LinkClosedError(f"{status.name}: {await stream.details() or 'the stream ended'}")
 
 
 @contextlib.asynccontextmanager
