@@ -18,6 +18,10 @@ from gpupool.model.views import PoolSummary
 START_S = 300.0
 """Longest time until all hosts are there, on a machine with much else to do."""
 
+SILENCE_S = 60
+"""A thousand hosts share the cores of this machine with what is measured: that they are
+slow for a while does not mean that they are gone."""
+
 PROGRESS_S = 5.0
 LOOK_S = 0.2
 
@@ -53,6 +57,7 @@ class LivePool:
             "gpupool-allocator",
             [
                 *("gpupool-allocator", "--grain-pct", "1", "--log-level", "warning"),
+                *("--heartbeat-timeout-s", str(SILENCE_S)),
                 *("--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"),
                 *("--state-dir", self._work / "allocator", "--ready-file", ready),
             ],
