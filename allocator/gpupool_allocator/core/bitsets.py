@@ -98,9 +98,10 @@ class Threshold:
                 low = middle
             else:
                 high = middle
-        return max(
-            (amount for amount, having in self._values[low].items() if having & mask), default=0
-        )
+        for amount in sorted(self._values[low], reverse=True):
+            if self._values[low][amount] & mask:
+                return amount
+        return 0
 
     def descending(self, mask: int) -> Iterator[int]:
         """The nodes of ``mask``, class by class, those with most first."""

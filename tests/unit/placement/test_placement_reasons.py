@@ -70,7 +70,7 @@ def test_counts_of_all_causes_add_up_to_the_pool() -> None:
         "cpu": 1,
     }
     assert answer.explanation.summary.startswith("cpu: need 1000 milli, largest free 500 milli")
-    assert answer.explanation.nearest_change == "ask for 500 milli of CPU on one node"
+    assert answer.explanation.nearest_change == "ask for 500 milli of cpu on one node"
 
 
 def test_the_largest_free_amounts_are_named() -> None:

@@ -285,13 +285,15 @@ def _most_free(index: ShapeIndex, need: Need, nodes: int) -> int:
 def _rule_out_host(index: ShapeIndex, funnel: _Funnel, parts: Parts) -> None:
     cpu = sum(need.group.cpu_milli * count for need, count in parts)
     memory = sum(need.group.host_memory_mib * count for need, count in parts)
-    free = index.free_cpu_milli.largest(funnel.left)
-    funnel.keep(index.free_cpu_milli.reach(cpu)[0], "cpu", need_text("cpu", cpu, free, "milli"),
-                f"ask for {free} milli of CPU on one node")  # fmt: skip
-    free = index.free_host_memory_mib.largest(funnel.left)
-    funnel.keep(index.free_host_memory_mib.reach(memory)[0], "host_memory",
-                need_text("host memory", memory, free, "MiB"),
-                f"ask for {free} MiB of host memory on one node")  # fmt: skip
+    for code, what, unit, need, free in (
+        ("cpu", "cpu", "milli", cpu, index.free_cpu_milli),
+        ("host_memory", "host memory", "MiB", memory, index.free_host_memory_mib),
+    ):
+        short = funnel.left & ~free.reach(need)[0]
+        if short:
+            most = free.largest(short)
+            nearest = f"ask for {most} {unit} of {what} on one node"
+            funnel.rule_out(short, code, need_text(what, need, most, unit), nearest)
 
 
 def _rule_out_rest(
