@@ -23,7 +23,7 @@ from tests.unit.placement.pools import (
 from gpupool.model.ids import HoldId, NodeId
 from gpupool.model.request import Group, LabelSelector, LeaseSpec, Level, TopologyConstraint
 from gpupool_allocator.core.books import Books
-from gpupool_allocator.core.placement import validate
+from gpupool_allocator.core.placement import Plan, Unplaced, plan, validate
 
 ONE_NODE = TopologyConstraint(required=Level.NODE)
 
@@ -343,3 +343,24 @@ def test_the_same_question_gets_the_same_answer_and_changes_nothing() -> None:
     books.check()
     assert placed(books, spec) == first
     assert validate(books, spec, first) is None
+
+
+def test_nodes_touched_per_grant_do_not_grow_with_the_pool() -> None:
+    touched: dict[int, list[int]] = {}
+    for size in (20, 1000):
+        books = pool(*(f"n{number}" for number in range(size)), gpus=2)
+        for number in range(size // 2):
+            books.book(key(f"s{number}"), place(f"n{number}", share(f"n{number}", 0, 50)), uid=1000)
+        wanted = [ask(part(50)), ask(part(70)), ask(whole(2)), ask(whole(1), cpu_milli=60_000)]
+        touched[size] = [placed(books, spec).nodes_touched for spec in wanted]
+    assert touched[20] == touched[1000] == [1, 1, 1, 1]
+
+
+def test_an_excluded_node_is_no_place_and_is_named_as_the_reason() -> None:
+    books = pool("a", "b", gpus=1)
+    first = plan(books, ask(whole()), exclude=frozenset({NodeId("a")}))
+    assert isinstance(first, Plan)
+    assert nodes_of(first) == ["b"]
+    none = plan(books, ask(whole()), exclude=frozenset({NodeId("a"), NodeId("b")}))
+    assert isinstance(none, Unplaced)
+    assert codes_of(none) == {"faulty"}
