@@ -20,7 +20,8 @@ from pathlib import Path
 import structlog
 
 from gpupool_agent.settings import AgentSettings, SettingsError, load_settings
-from gpupool_agent.simulated.fleet import ControlDirectory, DirectoryTakenError, Fleet
+from gpupool_agent.simulated.directory import ControlDirectory, DirectoryTakenError
+from gpupool_agent.simulated.fleet import Fleet
 from gpupool_agent.simulated.host import make_hosts
 from gpupool_agent.simulated.machine import machine_names
 from gpupool_agent.simulated.nvml_library import install
@@ -80,7 +81,7 @@ async def _run(
     hosts = make_hosts(
         specs,
         settings,
-        nodes_directory=directory.nodes,
+        hardware=directory,
         state_directory=arguments.state_dir,
         socket_directory=arguments.local_socket_dir,
     )

@@ -1,7 +1,6 @@
 """Many simulated hosts in one process: start, watch, break and stop them."""
 
 import asyncio
-import fcntl
 import json
 import os
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gpupool_agent.simulated import control
+from gpupool_agent.simulated.directory import ControlDirectory
 from gpupool_agent.simulated.faults import ActionError, apply
 from gpupool_agent.simulated.host import SimulatedHost
 
@@ -19,32 +19,6 @@ wanted for all at once."""
 
 _LOOK_S = 0.05
 _PROGRESS_S = 1.0
-
-
-class DirectoryTakenError(RuntimeError):
-    """Another fleet runs on the control directory."""
-
-
-class ControlDirectory:
-    """A fleet's directory, locked while the object is open. Raises DirectoryTakenError."""
-
-    def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        # Holders of any user find their node in here; the control socket stays closed.
-        path.chmod(0o755)
-        self.path = path
-        self.nodes = path / "nodes"
-        self.nodes.mkdir(exist_ok=True)
-        self._lock = os.open(path / "fleet.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise DirectoryTakenError(f"another fleet runs on {path}") from error
-
-    def close(self) -> None:
-        """Let another fleet have it."""
-        os.close(self._lock)
 
 
 class Fleet:

@@ -21,6 +21,7 @@ from gpupool_agent.devices.nvml import NvmlDriver
 from gpupool_agent.devices.processes import ProcProcessTable
 from gpupool_agent.link import dial
 from gpupool_agent.settings import AgentSettings
+from gpupool_agent.simulated.directory import ControlDirectory
 from gpupool_agent.simulated.gate import Gate
 from gpupool_agent.simulated.gpu_processes import start_ticks_of
 from gpupool_agent.simulated.mps import SimulatedMps
@@ -45,10 +46,13 @@ class SimulatedHost:
     """One host of a fleet. ``settings`` are its agent's; the node id is the spec's.
 
     ``directory`` is the hardware: boot id, GPU processes, /sys, MPS. It outlives the
-    agent, and a fleet that is started on it again is the same boot.
+    agent, and a fleet that is started on it again is the same boot. ``pci_trees`` holds
+    what hosts of one machine have in common.
     """
 
-    def __init__(self, spec: NodeSpec, directory: Path, settings: AgentSettings) -> None:
+    def __init__(
+        self, spec: NodeSpec, directory: Path, pci_trees: Path, settings: AgentSettings
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # Holders of any user look for their node here.
         directory.chmod(0o755)
@@ -62,6 +66,7 @@ class SimulatedHost:
         )
         self.strays = Strays(directory)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pci_trees = pci_trees
         self._boot_id_file = directory / "boot-id"
         self._mps = SimulatedMps(directory / "mps")
         self._gates: dict[str, Gate] = {}
@@ -75,7 +80,7 @@ class SimulatedHost:
 
     async def start(self) -> None:
         """Switch it on: hardware as described, network whole, agent running."""
-        write_sysfs(self.node)
+        write_sysfs(self.node, self._pci_trees)
         if not self._boot_id_file.exists():
             self._new_boot_id()
         for address in self.settings.allocators:
@@ -215,7 +220,7 @@ def make_hosts(
     specs: Sequence[NodeSpec],
     common: AgentSettings,
     *,
-    nodes_directory: Path,
+    hardware: ControlDirectory,
     state_directory: Path | None,
     socket_directory: Path | None,
 ) -> list[SimulatedHost]:
@@ -226,7 +231,7 @@ def make_hosts(
     """
     hosts: list[SimulatedHost] = []
     for spec in specs:
-        directory = nodes_directory / spec.node_id
+        directory = hardware.nodes / spec.node_id
         settings = replace(
             common,
             node_id=spec.node_id,
@@ -236,5 +241,5 @@ def make_hosts(
             labels=spec.labels,
             metrics_port=-1,
         )
-        hosts.append(SimulatedHost(spec, directory, settings))
+        hosts.append(SimulatedHost(spec, directory, hardware.pci_trees, settings))
     return hosts
