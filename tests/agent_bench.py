@@ -1,6 +1,13 @@
 """Small values with good defaults for tests of the agent's core."""
 
-from gpupool.model.assignment import Assignment, AssignmentKey, DesiredState, HolderWatch, Welcome
+from gpupool.model.assignment import (
+    Assignment,
+    AssignmentKey,
+    AssignmentReport,
+    DesiredState,
+    HolderWatch,
+    Welcome,
+)
 from gpupool.model.caller import ProcessRef
 from gpupool.model.ids import DeviceUuid, LeaseId, NodeId
 from gpupool.model.inventory import Device, NodeInventory
@@ -207,3 +214,14 @@ class Bench:
                 self.send(StepDone(key=done.key, token=done.token))
             elif self.answers and isinstance(effect, ReadUsage):
                 self.read()
+
+
+def last_report(bench: Bench, lease: str) -> AssignmentReport:
+    """What was last told about an assignment of a lease."""
+    found = [
+        each
+        for effect in bench.reports()
+        for each in effect.report.assignments
+        if each.key.lease_id == lease
+    ]
+    return found[-1]

@@ -92,7 +92,7 @@ async def run_agent(machine: str, address: str, folder: Path) -> None:
         socket=folder / "agent.sock",
         run_dir=folder,
     )
-    host = SimulatedHost(parse_node(f"{machine}:host"), folder / "host", settings)
+    host = SimulatedHost(parse_node(f"{machine}:host"), folder / "host", folder / "pci", settings)
     await host.start()
     agent = host._agent
     assert isinstance(agent, Agent)

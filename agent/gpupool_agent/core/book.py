@@ -34,6 +34,8 @@ class Book:
         self._fence = fence
         self._devices = devices
         self._before_reboot: dict[AssignmentKey, int] = {}
+        # By device; None once anything in ``kept`` that it depends on has changed.
+        self._index: dict[DeviceUuid, list[Kept]] | None = None
 
     # -- over a restart ------------------------------------------------------
 
@@ -51,6 +53,7 @@ class Book:
                 check_s=now,
             )
             self.kept[kept.name] = kept
+        self._index = None
 
     def forget_over_reboot(self, entries: tuple[CheckpointEntry, ...]) -> None:
         """Nothing of it runs; what is still wanted may be prepared with its old token."""
@@ -64,6 +67,7 @@ class Book:
 
     def apply(self, desired: DesiredState, now: float) -> list[NodeEffect]:
         """Take over a desired state that the fence has let through."""
+        self._index = None
         effects: list[NodeEffect] = []
         wanted: dict[AssignmentKey, Assignment] = {}
         # By token: two assignments that come in one message raise a device's floor in
@@ -94,6 +98,7 @@ class Book:
 
     def end(self, kept: Kept, now: float, reason: str) -> None:
         """Begin to end an assignment."""
+        self._index = None
         kept.end(now, reason)
         if _ended(kept):
             self._fence.bury(kept.assignment.key, kept.assignment.token)
@@ -175,6 +180,7 @@ class Book:
         self._fail(kept, reason)
 
     def _fail(self, kept: Kept, reason: str) -> None:
+        self._index = None
         kept.state = AssignmentState.FAILED
         kept.environment = {}
         kept.reason = reason
@@ -215,6 +221,7 @@ class Book:
         # Durable before it is done: after a crash half-done work is found and ended.
         self.changed |= not kept.touched
         kept.touched = True
+        self._index = None
         kept.step = Step.PREPARE
         return [Prepare(assignment=kept.assignment)]
 
@@ -257,6 +264,7 @@ class Book:
             kept.check_later(now)
             return [ReadUsage()]
         kept.state = AssignmentState.ENDED
+        self._index = None
         self._fence.bury(kept.assignment.key, kept.assignment.token)
         self.changed = True
         return []
@@ -287,13 +295,16 @@ class Book:
 
     def on_device(self, uuid: DeviceUuid) -> list[Kept]:
         """Assignments that may have something on a device, those with a holder first."""
-        found = [
-            kept
-            for kept in self.kept.values()
-            if kept.occupies
-            and any(share.device_uuid == uuid for share in kept.assignment.place.devices)
-        ]
-        return sorted(found, key=lambda kept: (not kept.active, kept.assignment.token))
+        if self._index is None:
+            self._index = {}
+            order = sorted(
+                (kept for kept in self.kept.values() if kept.occupies),
+                key=lambda kept: (not kept.active, kept.assignment.token),
+            )
+            for kept in order:
+                for share in kept.assignment.place.devices:
+                    self._index.setdefault(share.device_uuid, []).append(kept)
+        return self._index.get(uuid, [])
 
     def processes_of(
         self, kept: Kept, uuid: DeviceUuid, holders: dict[LeaseId, int]
@@ -362,6 +373,12 @@ class Book:
             assert (kept.state is AssignmentState.PREPARED) or not kept.environment
         for uuid in self.in_use():
             here = self.on_device(uuid)
+            assert {kept.name for kept in here} == {
+                kept.name
+                for kept in self.kept.values()
+                if kept.occupies
+                and uuid in {share.device_uuid for share in kept.assignment.place.devices}
+            }, f"the index of {uuid} is out of date"
             shares = [_share(kept, uuid) for kept in here]
             assert sum(share.share_pct for share in shares) <= 100, f"{uuid} is over-committed"
             assert len(shares) == 1 or not any(share.whole for share in shares), uuid

@@ -47,7 +47,7 @@ def simulate(tmp_path: Path) -> Iterator[Callable[..., SimulatedNode]]:
             domain=spec.domain,
             clique=spec.clique,
         )
-        write_sysfs(node)
+        write_sysfs(node, tmp_path / "pci")
         tokens.append(CURRENT_NODE.set(node))
         return node
 
