@@ -231,10 +231,10 @@ def wrong_agents(picture: Picture) -> Iterator[str]:
             wanted[node_id] |= running
     for node_id in sorted(wanted.keys() | picture.agents.keys()):
         runs = picture.agents.get(node_id, frozenset())
-        for running in wanted[node_id] - runs:
-            yield f"node {node_id} does not run {running}"
-        for running in runs - wanted[node_id]:
-            yield f"node {node_id} runs {running}, which is not granted"
+        for missing in wanted[node_id] - runs:
+            yield f"node {node_id} does not run {missing}"
+        for surplus in runs - wanted[node_id]:
+            yield f"node {node_id} runs {surplus}, which is not granted"
 
 
 def wrong_refusals(picture: Picture, refused: Sequence[TracePod]) -> Iterator[str]:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -78,7 +78,8 @@ class HolderProcess:
                 assert self._released is not None
                 self._released.set_result(answer["released"])
             else:
-                outcome = Outcome(**answer | {"causes": tuple(answer["causes"])})
+                answer["causes"] = tuple(answer["causes"])
+                outcome = Outcome(**answer)
                 self._offered.pop(outcome.number).set_result(outcome)
         status = await self._process.wait()
         lost = HolderLostError(f"client process {self.pid} ended with {status}: see {self._log}")
@@ -93,7 +94,9 @@ class HolderProcess:
 
 
 @asynccontextmanager
-async def holders(address: str, count: int, logs: Path) -> AsyncIterator[list[HolderProcess]]:
+async def holders(
+    address: str, count: int, logs: Path
+) -> AsyncGenerator[list[HolderProcess], None]:
     """Client processes that are there inside the block."""
     started: list[HolderProcess] = []
     try:
