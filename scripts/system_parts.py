@@ -30,6 +30,11 @@ PARTS = (
         package="prometheus",
         skipped_without="that Prometheus accepts /metrics",
     ),
+    SystemPart(
+        program="strace",
+        package="strace",
+        skipped_without="the store killed at each of its writes, and that it syncs before it answers",
+    ),
 )
 
 _POLICY = Path("/usr/sbin/policy-rc.d")
