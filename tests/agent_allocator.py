@@ -63,6 +63,7 @@ class TinyAllocator(node_pb2_grpc.NodeServiceServicer):
         self.assignments: dict[str, AssignmentReport] = {}
         self.devices: dict[DeviceUuid, DeviceReport] = {}
         self.port = 0
+        self.hang_up = False
         self.forwarded: list[tuple[str, dict[str, str]]] = []
         self._revision = 0
         self._desired = DesiredState(revision=0, epoch=epoch)
@@ -119,6 +120,8 @@ class TinyAllocator(node_pb2_grpc.NodeServiceServicer):
                     )
                 )
             )
+            if self.hang_up:
+                return
             told: DesiredState | None = None
             while True:
                 async with self._changed:

@@ -351,7 +351,18 @@ class Agent:
             self._unwatch(lease_id)
         await self._poller.close()
         if self._state is not None:
+            if self._performing is not None:
+                await self._save_last(self._state)
             self._state.close()
+
+    async def _save_last(self, state: StateDirectory) -> None:
+        """Save what a checkpoint that was cut short would have held."""
+        try:
+            async with asyncio.timeout(DISK_DEADLINE_S):
+                await self._disk.returned()
+            await self._disk.call(lambda: state.save(self.node.checkpoint()), DISK_DEADLINE_S)
+        except (OSError, CallHangsError) as error:
+            self._log.error("checkpoint.failed", reason=str(error))
 
 
 def _load(state: StateDirectory | None) -> Checkpoint | None:

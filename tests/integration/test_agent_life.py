@@ -185,6 +185,18 @@ async def test_an_agent_reconnects_to_whichever_allocator_serves(tmp_path: Path)
     await second.stop()
 
 
+async def test_an_allocator_that_hangs_up_is_tried_again(
+    allocator: TinyAllocator, tmp_path: Path
+) -> None:
+    allocator.hang_up = True
+    running = RunningAgent(tmp_path, address(allocator))
+    await until(lambda: len(allocator.hellos) >= 5, "five tries")
+    allocator.hang_up = False
+    await allocator.want(assignment("a", 1, whole(0)))
+    await until(lambda: allocator.state("a") == "prepared", "prepared")
+    await running.stop()
+
+
 async def test_an_allocator_of_an_earlier_term_is_not_obeyed(tmp_path: Path) -> None:
     later, earlier = TinyAllocator(epoch=5), TinyAllocator(epoch=4)
     addresses = (await later.start(), await earlier.start())
