@@ -49,7 +49,6 @@ def specs(draw: st.DrawFn) -> LeaseSpec:
         "tenant": draw(st.sampled_from(["red", "blue"])),
         "max_duration_s": draw(st.sampled_from([None, 5.0, 50.0])),
         "on_failure": draw(_policies),
-        "shared_trust": draw(st.booleans()),
         "cpu_milli": draw(st.sampled_from([0, 1000, 90_000])),
         "replicas": draw(st.integers(1, 3)),
         "topology": draw(_spreads),

@@ -49,6 +49,9 @@ def _unbuilt_fields(spec: LeaseSpec) -> Iterator[tuple[str, str]]:
         yield "spec.isolated", "true"
     if spec.movable:
         yield "spec.movable", "true"
+    if spec.shared_trust:
+        # Placement knows it already; one MPS server for several users is still to come.
+        yield "spec.shared_trust", "true"
     if spec.spares:
         yield "spec.spares", str(spec.spares)
     if spec.workload_class is not None:

@@ -108,6 +108,7 @@ def test_valid_fields_that_are_not_built_are_named() -> None:
     cases = {
         "spec.isolated": replace(whole(1), isolated=True),
         "spec.movable": replace(whole(1), movable=True),
+        "spec.shared_trust": replace(whole(1), shared_trust=True),
         "spec.spares": replace(whole(1), spares=1),
         "spec.on_failure": replace(whole(1), on_failure=OnFailure.REPLACE),
         "spec.topology.required": replace(
