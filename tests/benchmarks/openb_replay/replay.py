@@ -89,14 +89,23 @@ class Replay:
 
     async def _release(self, granted: int) -> tuple[float, float]:
         """Gives everything back; seconds until released, and until the pool was empty."""
+        print("  releasing all", flush=True)
         begun_s = time.monotonic()
         released = sum(await asyncio.gather(*(holder.release() for holder in self.holders)))
         release_s = time.monotonic() - begun_s
         if released != granted:
             raise ChecksFailedError(f"{released} of {granted} leases could be released")
+        told_s = release_s
         while True:
             pool = await self.client.pool()
             empty_s = time.monotonic() - begun_s
+            if empty_s - told_s >= PROGRESS_S:
+                told_s = empty_s
+                print(
+                    f"  {pool.leases} leases are ending, {pool.devices_free} of "
+                    f"{pool.devices} GPUs free",
+                    flush=True,
+                )
             if pool.leases == 0 and pool.devices_free == pool.devices:
                 break
             if empty_s - release_s > EMPTY_S:
