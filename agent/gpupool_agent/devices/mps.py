@@ -56,7 +56,7 @@ class InProcessMps:
         if len(others) >= SLICES_MAX:
             raise MpsError(f"{gpu}: it has {SLICES_MAX} slices, the most that MPS serves")
         daemon.slices[name] = limits
-        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(self._directory / _short_name(gpu))}
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_directory(gpu))}
         if limits.share_pct:
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(limits.share_pct)
         if limits.memory_mib:
@@ -92,12 +92,12 @@ class InProcessMps:
         """Empty when nothing is left."""
         return "its MPS daemon still runs" if gpu in self._daemons else ""
 
+    def pipe_directory(self, gpu: DeviceUuid) -> Path:
+        """Where clients reach the daemon of a GPU, the same after every restart."""
+        return self._directory / hashlib.sha256(gpu.encode()).hexdigest()[:8]
+
     def _daemon(self, gpu: DeviceUuid) -> _Daemon:
         daemon = self._daemons.get(gpu)
         if daemon is None:
             raise MpsError(f"{gpu}: no MPS daemon runs")
         return daemon
-
-
-def _short_name(gpu: DeviceUuid) -> str:
-    return hashlib.sha256(gpu.encode()).hexdigest()[:8]
