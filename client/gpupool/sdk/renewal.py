@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from typing import Protocol
 
 from gpupool.errors import GpupoolError
@@ -30,13 +31,17 @@ class Renewer:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._held: dict[LeaseId, tuple[float, Renewed]] = {}
+        # A client holds thousands of leases, but few different TTLs.
+        self._ttls_s: Counter[float] = Counter()
         self._shorter = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def add(self, lease_id: LeaseId, ttl_s: float, holder: Renewed) -> None:
         """Renews a lease from now on."""
         shorter = ttl_s < self._shortest_s()
+        self.remove(lease_id)
         self._held[lease_id] = (ttl_s, holder)
+        self._ttls_s[ttl_s] += 1
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="gpupool renewals")
         elif shorter:
@@ -44,17 +49,28 @@ class Renewer:
 
     def remove(self, lease_id: LeaseId) -> None:
         """Renews a lease no more; one that is not renewed is no error."""
-        self._held.pop(lease_id, None)
+        self._pop(lease_id)
 
     async def close(self) -> None:
         """Renews nothing any more."""
         self._held.clear()
+        self._ttls_s.clear()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
 
     def _shortest_s(self) -> float:
-        return min((ttl_s for ttl_s, _ in self._held.values()), default=float("inf"))
+        return min(self._ttls_s, default=float("inf"))
+
+    def _pop(self, lease_id: LeaseId) -> Renewed | None:
+        held = self._held.pop(lease_id, None)
+        if held is None:
+            return None
+        ttl_s, holder = held
+        self._ttls_s[ttl_s] -= 1
+        if not self._ttls_s[ttl_s]:
+            del self._ttls_s[ttl_s]
+        return holder
 
     async def _run(self) -> None:
         while self._held:
@@ -82,6 +98,6 @@ class Renewer:
                 log.warning("renewal of %d leases failed: %s", len(batch), error)
                 continue
             for lease_id in gone:
-                held = self._held.pop(lease_id, None)
-                if held is not None:
-                    held[1].gone()
+                holder = self._pop(LeaseId(lease_id))
+                if holder is not None:
+                    holder.gone()
