@@ -25,6 +25,7 @@ from gpupool_agent.simulated.fleet import Fleet
 from gpupool_agent.simulated.host import make_hosts
 from gpupool_agent.simulated.machine import machine_names
 from gpupool_agent.simulated.nvml_library import install
+from gpupool_agent.simulated.signals import stop_on_signals
 from gpupool_agent.simulated.specs import (
     NodeSpec,
     SpecError,
@@ -73,10 +74,7 @@ async def _run(
     settings: AgentSettings,
     directory: ControlDirectory,
 ) -> int:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
+    stopping = stop_on_signals(signal.SIGINT, signal.SIGTERM)
     begun_s = time.monotonic()
     hosts = make_hosts(
         specs,
@@ -87,14 +85,14 @@ async def _run(
     )
     fleet = Fleet(directory, hosts)
     try:
-        await fleet.start()
         async with asyncio.TaskGroup() as group:
             # Whichever fails ends the others; an agent that fails ends the fleet.
             watch = group.create_task(fleet.wait_failed())
+            start = group.create_task(fleet.start())
             ready = group.create_task(_say_ready(fleet, arguments.ready_file, begun_s))
             await stopping.wait()
-            watch.cancel()
-            ready.cancel()
+            for task in (watch, start, ready):
+                task.cancel()
     finally:
         await fleet.stop()
     return 0

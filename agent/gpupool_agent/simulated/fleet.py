@@ -13,11 +13,14 @@ from gpupool_agent.simulated.directory import ControlDirectory
 from gpupool_agent.simulated.faults import ActionError, apply
 from gpupool_agent.simulated.host import SimulatedHost
 
-STARTS_AT_ONCE = 64
-"""Hosts that are being made ready at the same time, so that memory and files are not
-wanted for all at once."""
+STARTS_AT_ONCE = 32
+"""Agents that start and connect at the same time. All at once would share the
+processor so thinly that each hits its deadlines, and then tries again."""
 
 _LOOK_S = 0.05
+LOOKS_A_TURN = 200
+"""How often one of them is looked at before the next has its turn; it goes on beside."""
+
 _PROGRESS_S = 1.0
 
 
@@ -30,13 +33,17 @@ class Fleet:
         self._control: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Open the control socket and switch every host on."""
+        """Open the control socket and switch every host on, in turn."""
         self._control = await control.serve(self.directory.path, self._handle)
         room = asyncio.Semaphore(STARTS_AT_ONCE)
 
         async def start(host: SimulatedHost) -> None:
             async with room:
                 await host.start()
+                for _ in range(LOOKS_A_TURN):
+                    if host.connected:
+                        break
+                    await asyncio.sleep(_LOOK_S)
 
         async with asyncio.TaskGroup() as group:
             for host in self.hosts.values():
