@@ -2,12 +2,14 @@
 
 import asyncio
 import dataclasses
+import importlib
 import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -16,7 +18,6 @@ from gpupool_allocator import logs, systemd
 from gpupool_allocator.core.pool import Pool
 from gpupool_allocator.engine import Engine, EngineStoppedError
 from gpupool_allocator.engine.feed import EventFeed
-from gpupool_allocator.http.server import HttpServer
 from gpupool_allocator.metrics import Metrics
 from gpupool_allocator.rpc.server import GrpcServer
 from gpupool_allocator.settings import Address, AllocatorSettings
@@ -33,6 +34,9 @@ STORE_CHECK_S = 2.0
 """How often the store is asked whether it still takes writes."""
 
 MIB = 1024 * 1024
+
+if TYPE_CHECKING:
+    from gpupool_allocator.http.server import HttpServer
 
 log = structlog.stdlib.get_logger("allocator")
 
@@ -98,74 +102,92 @@ async def serve(settings: AllocatorSettings, *, ready_file: Path | None = None) 
     Ends the process with EXIT_CRASHED when the engine cannot go on. OSError and the
     store's errors: it cannot start.
     """
+    stop = _stop_signal()
     office = Office(settings)
     await office.begin()
-    metrics = Metrics(__version__)
-    telemetry = TelemetryBook()
-    engine = Engine(
-        office.pool,
-        office.store,
-        epoch=office.epoch,
-        in_thread=office.thread,
-        metrics=metrics,
-        feed=EventFeed(office.store, office.thread, newest=office.last_sequence),
-        inbox_max=settings.inbox_max,
-        check_invariants=settings.check_invariants,
-    )
-    await engine.check_store()
-    rpc = GrpcServer(engine, settings, telemetry)
-    http = HttpServer(engine, metrics, telemetry)
-    await http.start(settings.http_address)
-    running = asyncio.create_task(engine.run())
-    await rpc.start()
-    _announce(settings, office.epoch, rpc.port, http.port, ready_file)
-    background = [
-        asyncio.create_task(rpc.agents.watch_silence()),
-        asyncio.create_task(_watch_store(engine)),
-    ]
-    stop = _stop_signal()
+    service = _Service(office, settings)
     try:
-        await asyncio.wait({running, stop, *background}, return_when=asyncio.FIRST_COMPLETED)
-        for task in background:
-            if task.done():
-                task.result()
-        if running.done():
-            _check_new_term(running, engine)
-            log.warning("allocator.new_term", reason=str(running.exception()))
-            await rpc.stop(0)
-            await http.stop()
-            await office.end()
-            return Restart(_on_ports(settings, rpc.port, http.port))
-        log.info("allocator.stopping", grace_s=settings.shutdown_grace_s)
-        systemd.notify("STOPPING=1")
-        http.begin_stop()
-        await rpc.stop(settings.shutdown_grace_s)
-        engine.stop()
-        await running
-        await http.stop()
-        await office.end()
-        log.info("allocator.stopped")
-        return None
+        await service.start(ready_file)
+        await asyncio.wait({stop, *service.tasks}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            systemd.notify("STOPPING=1")
+            await service.stop(settings.shutdown_grace_s)
+            return None
+        reason = service.new_term_reason()
+        log.warning("allocator.new_term", reason=reason)
+        await service.stop(0)
+        return Restart(_on_ports(settings, service.rpc.port, service.http.port))
     finally:
-        for task in (*background, stop):
+        stop.cancel()
+        for task in service.tasks:
             task.cancel()
 
 
-def _check_new_term(running: asyncio.Task[None], engine: Engine) -> None:
-    """Returns when the engine asks for a new term; ends the process when it crashed."""
-    error = running.exception()
-    if isinstance(error, EngineStoppedError) and error.new_term:
-        return
-    # Not an exception through the callers: on its way they would tidy up and answer
-    # calls, from memory that may be wrong. The store is right.
-    log.critical(
-        "allocator.crashed",
-        reason=str(error),
-        exc_info=error,
-        recent_events=engine.recent_events(),
-    )
-    logs.flush()
-    os._exit(EXIT_CRASHED)
+class _Service:
+    """Everything that serves in one term."""
+
+    def __init__(self, office: Office, settings: AllocatorSettings) -> None:
+        self.tasks: list[asyncio.Task[None]] = []
+        self._office = office
+        self._settings = settings
+        self._metrics = Metrics(__version__)
+        self._telemetry = TelemetryBook()
+        self._engine = Engine(
+            office.pool,
+            office.store,
+            epoch=office.epoch,
+            in_thread=office.thread,
+            metrics=self._metrics,
+            feed=EventFeed(office.store, office.thread, newest=office.last_sequence),
+            inbox_max=settings.inbox_max,
+            check_invariants=settings.check_invariants,
+        )
+        self.rpc = GrpcServer(self._engine, settings, self._telemetry)
+
+    async def start(self, ready_file: Path | None) -> None:
+        """GRPC first: after a crash, agents and holders wait for it."""
+        await self._engine.check_store()
+        self._running = asyncio.create_task(self._engine.run())
+        self.tasks += [
+            self._running,
+            asyncio.create_task(self.rpc.agents.watch_silence()),
+            asyncio.create_task(_watch_store(self._engine)),
+        ]
+        await self.rpc.start()
+        # A third of the time that all imports take.
+        module = await asyncio.to_thread(importlib.import_module, "gpupool_allocator.http.server")
+        self.http: HttpServer = module.HttpServer(self._engine, self._metrics, self._telemetry)
+        await self.http.start(self._settings.http_address)
+        _announce(self._settings, self._office.epoch, self.rpc.port, self.http.port, ready_file)
+
+    def new_term_reason(self) -> str:
+        """Why a new term is needed; ends the process when something crashed instead."""
+        error = next((task.exception() for task in self.tasks if task.done()), None)
+        if isinstance(error, EngineStoppedError) and error.new_term:
+            return str(error)
+        # Not an exception through the callers: on its way they would tidy up and
+        # answer calls, from memory that may be wrong. The store is right.
+        log.critical(
+            "allocator.crashed",
+            reason=str(error),
+            exc_info=error,
+            recent_events=self._engine.recent_events(),
+        )
+        logs.flush()
+        os._exit(EXIT_CRASHED)
+
+    async def stop(self, grace_s: float) -> None:
+        """No new calls; those in flight end; what was accepted is committed; the store closes."""
+        log.info("allocator.stopping", grace_s=grace_s)
+        self.http.begin_stop()
+        await self.rpc.stop(grace_s)
+        self._engine.stop()
+        await asyncio.wait({self._running})
+        if self._running.exception() is not None:
+            self.new_term_reason()
+        await self.http.stop()
+        await self._office.end()
+        log.info("allocator.stopped")
 
 
 def _on_ports(settings: AllocatorSettings, grpc: int, http: int) -> AllocatorSettings:

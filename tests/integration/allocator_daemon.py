@@ -213,7 +213,6 @@ class PlayedAgent:
     welcome: Welcome | None = None
     desired: DesiredState | None = None
     running: dict[AssignmentKey, Assignment] = field(default_factory=dict)
-    tokens_seen: list[int] = field(default_factory=list)
 
     def hello(self) -> node_pb2.Hello:
         """What it says first."""
@@ -256,11 +255,11 @@ class PlayedAgent:
         self.desired = desired
         wanted = {assignment.key: assignment for assignment in desired.assignments}
         ended = [each for key, each in self.running.items() if key not in wanted]
-        self.tokens_seen += [each.token for key, each in wanted.items() if key not in self.running]
+        begun = [each for key, each in wanted.items() if each != self.running.get(key)]
         self.running = wanted
         return Report(
             assignments=(
-                *(self._prepared(each) for each in wanted.values()),
+                *(self._prepared(each) for each in begun),
                 *(
                     AssignmentReport(key=each.key, token=each.token, state=AssignmentState.ENDED)
                     for each in ended
@@ -273,28 +272,36 @@ class PlayedAgent:
     async def run(self, calls: Calls) -> None:
         """Plays until the stream ends. AioRpcError."""
         stream = calls.nodes.Connect()
+        # A stream takes one write at a time.
+        turn = asyncio.Lock()
         await stream.write(node_pb2.ConnectRequest(hello=self.hello()))
         answer = await stream.read()
         self.welcome = welcome_from_proto(answer.welcome)
-        full = replace(
-            Report(devices=self._device_reports(), inventory=inventory(self.node_id, self.gpus)),
+        full = Report(
             full=True,
+            devices=self._device_reports(),
+            inventory=inventory(self.node_id, self.gpus),
             assignments=tuple(self._prepared(each) for each in self.running.values()),
         )
-        await stream.write(node_pb2.ConnectRequest(report=report_to_proto(full)))
-        beats = asyncio.create_task(self._beat(stream))
+        await _report(stream, turn, full)
+        beats = asyncio.create_task(self._beat(stream, turn))
         try:
             while (answer := await stream.read()) is not aio.EOF:
                 report = self.carry_out(desired_state_from_proto(answer.desired_state))
-                await stream.write(node_pb2.ConnectRequest(report=report_to_proto(report)))
+                await _report(stream, turn, report)
         finally:
             beats.cancel()
             stream.cancel()
 
-    async def _beat(self, stream: Any) -> None:
+    async def _beat(self, stream: Any, turn: asyncio.Lock) -> None:
         while True:
             await asyncio.sleep(0.5)
-            await stream.write(node_pb2.ConnectRequest(report=report_to_proto(Report())))
+            await _report(stream, turn, Report())
+
+
+async def _report(stream: Any, turn: asyncio.Lock, report: Report) -> None:
+    async with turn:
+        await stream.write(node_pb2.ConnectRequest(report=report_to_proto(report)))
 
 
 @contextlib.asynccontextmanager

@@ -1,10 +1,12 @@
 """The daemon as a process: start, stop, crash, a second one, bad settings, new terms."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import uuid
@@ -127,6 +129,27 @@ async def test_history_goes_on_without_gaps_over_a_crash(daemon: Daemon) -> None
         async with playing(calls, PlayedAgent("n2")):
             assert (await watch.read()).events[0].sequence == listed.last_sequence + 1
         watch.cancel()
+
+
+@one_loop
+async def test_a_lost_term_ends_the_process_at_once_without_an_answer(daemon: Daemon) -> None:
+    daemon.start()
+    assert daemon.process is not None
+    async with daemon.connected() as calls, playing(calls, PlayedAgent("n1")):
+        # As another allocator would that took over behind its back.
+        with contextlib.closing(sqlite3.connect(daemon.state_dir / "allocator.db")) as store:
+            store.execute("UPDATE state SET epoch = epoch + 1")
+            store.commit()
+        with pytest.raises(aio.AioRpcError) as caught:
+            await calls.acquire("r1", whole(), wait_s=0)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert await asyncio.to_thread(daemon.process.wait, 30) == 70
+        last = json.loads(daemon.log().splitlines()[-1])
+        assert last["event"] == "allocator.crashed"
+        assert any("r1" in event for event in last["recent_events"])
+    daemon.start()
+    async with daemon.connected() as calls, playing(calls, PlayedAgent("n1")):
+        assert (await calls.acquire("r1", whole(), wait_s=0)).lease_id
 
 
 def test_a_second_allocator_on_the_same_state_is_refused(daemon: Daemon, tmp_path: Path) -> None:

@@ -144,6 +144,42 @@ async def test_a_session_follows_a_lease_to_its_end(daemon: Daemon) -> None:
         stream.cancel()
 
 
+def _handled(daemon: Daemon) -> float:
+    """Events and reads that the engine has handled."""
+    lines = daemon.get("/metrics")[1].splitlines()
+    return next(
+        float(x.split()[1]) for x in lines if x.startswith("gpupool_engine_batch_items_sum")
+    )
+
+
+async def _until_handled(daemon: Daemon, count: int) -> None:
+    await until(lambda: "session.overrun" in daemon.log() or _handled(daemon) >= count)
+
+
+@one_loop
+async def test_a_session_that_is_not_read_is_ended_and_the_allocator_goes_on(
+    daemon: Daemon,
+) -> None:
+    async with daemon.connected() as calls, daemon.connected() as others:
+        stream = calls.leases.Session()
+        renew = lease_pb2.KeepAliveRequest(lease_ids=[f"l-{n:0100}" for n in range(10)])
+        request = lease_pb2.SessionRequest(
+            commands=[command(number, keep_alive=renew) for number in range(256)]
+        )
+        # Nobody reads. The client waits for each message to be dealt with, since gRPC
+        # reports an error of its own to one that is writing when its stream ends.
+        sent = 0
+        while "session.overrun" not in daemon.log():
+            assert sent < 400
+            await stream.write(request)
+            sent += 1
+            await _until_handled(daemon, 256 * sent)
+        with pytest.raises(aio.AioRpcError) as caught:
+            await _read_to_end(stream)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await others.pool.GetPool(pool_pb2.GetPoolRequest())).epoch == 1
+
+
 @one_loop
 async def test_acquire_many_answers_each_in_its_place(daemon: Daemon) -> None:
     async with daemon.connected() as calls, playing(calls, PlayedAgent("n1", gpus=2)):

@@ -15,7 +15,7 @@ from gpupool.model import limits
 from gpupool.model.caller import Caller, ProcessRef, Role
 from gpupool.model.errors import ErrorKind, Refused
 from gpupool.model.ids import ConnectionId, NodeId
-from gpupool.model.request import LeaseSpec
+from gpupool.model.request import NODE_LABEL, LabelSelector, LeaseSpec
 from gpupool.wire import door
 from gpupool.wire.errors import BadField
 from gpupool_allocator.engine import RefusedError
@@ -43,10 +43,30 @@ class Sender:
         return replace(self.caller, tenant=spec.tenant)
 
     def spec_for(self, spec: LeaseSpec) -> LeaseSpec:
-        """The request with its true user: on a node only root may name another one."""
-        if self.process is None or self.caller.uid == 0:
+        """The request with its true user and node.
+
+        On a node only root may name another user. RefusedError where the request
+        wants the caller's node and comes from none.
+        """
+        if self.process is None:
+            if spec.on_caller_node:
+                raise RefusedError(
+                    Refused(
+                        kind=ErrorKind.WRONG_STATE,
+                        field="spec.on_caller_node",
+                        message="spec.on_caller_node: the call came from no node; "
+                        "go through the socket of the node's agent",
+                    )
+                )
             return spec
-        return replace(spec, uid=self.caller.uid)
+        if spec.on_caller_node:
+            here = LabelSelector(key=NODE_LABEL, values=(self.process.node_id,))
+            groups = tuple(
+                replace(group, node_selectors=(*group.node_selectors, here))
+                for group in spec.groups
+            )
+            spec = replace(spec, groups=groups)
+        return spec if self.caller.uid == 0 else replace(spec, uid=self.caller.uid)
 
 
 class ForwardKeys:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 from grpc import aio
 
 from gpupool.model import limits
@@ -32,15 +33,22 @@ from gpupool_allocator.rpc.messages import kept_alive_to_proto
 from gpupool_allocator.rpc.refusals import bad_input
 from gpupool_allocator.rpc.sizes import check_lease_size
 
+log = structlog.stdlib.get_logger("rpc")
+
 Context = aio.ServicerContext[Any, Any]
 
 OUTBOUND_MAX = 8192
 """Answers that wait for a slow reader."""
 
-OPEN_MAX = 16_384
+OPEN_MAX = 8192
 """Commands of one stream that still have answers to come."""
 
 EVENTS_PER_MESSAGE = 256
+
+_TOO_SLOW = Refused(
+    kind=ErrorKind.NO_CAPACITY,
+    message=f"the client does not read: {OUTBOUND_MAX} answers are waiting for it",
+)
 
 
 _Command = Acquire | KeepAlive | Release
@@ -95,45 +103,46 @@ class Session:
         self._commands = commands
         self._sender = sender
         self._outbound: deque[_Answered] = deque()
-        self._overrun = False
+        self._overrun = asyncio.Event()
         self._wake = asyncio.Event()
 
     async def run(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         """Serves the stream until the client ends it and every answer is given."""
         reading = asyncio.create_task(self._read(requests))
         reading.add_done_callback(lambda _: self._wake.set())
+        writing = asyncio.create_task(self._write(context, reading))
+        # A write to a client that does not read never returns: it is not waited for.
+        overrun = asyncio.create_task(self._overrun.wait())
         try:
-            while not (reading.done() and not self.open and not self._outbound):
-                await self._wake.wait()
-                self._wake.clear()
-                await self._write(context)
-                if reading.done():
-                    reading.result()
+            await asyncio.wait({writing, overrun}, return_when=asyncio.FIRST_COMPLETED)
+            if overrun.done():
+                log.warning("session.overrun", peer=context.peer(), open=len(self.open))
+                raise RefusedError(_TOO_SLOW)
+            await writing
         finally:
-            reading.cancel()
+            for task in (reading, writing, overrun):
+                task.cancel()
             for command_id in self.open.values():
                 self._engine.abandon(command_id)
 
     def push(self, answered: _Answered) -> None:
         """Queues an answer; a full queue ends the stream."""
         if len(self._outbound) >= OUTBOUND_MAX:
-            self._overrun = True
+            self._overrun.set()
         else:
             self._outbound.append(answered)
         self._wake.set()
 
-    async def _write(self, context: Context) -> None:
-        while self._outbound:
-            count = min(len(self._outbound), EVENTS_PER_MESSAGE)
-            events = [self._outbound.popleft().to_proto() for _ in range(count)]
-            await context.write(pb.SessionResponse(events=events))
-            if self._overrun:
-                raise RefusedError(
-                    Refused(
-                        kind=ErrorKind.NO_CAPACITY,
-                        message=f"the client is slow: {OUTBOUND_MAX} answers are waiting for it",
-                    )
-                )
+    async def _write(self, context: Context, reading: "asyncio.Task[None]") -> None:
+        while not (reading.done() and not self.open and not self._outbound):
+            await self._wake.wait()
+            self._wake.clear()
+            while self._outbound:
+                count = min(len(self._outbound), EVENTS_PER_MESSAGE)
+                events = [self._outbound.popleft().to_proto() for _ in range(count)]
+                await context.write(pb.SessionResponse(events=events))
+            if reading.done():
+                reading.result()
 
     async def _read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
         async for request in requests:
