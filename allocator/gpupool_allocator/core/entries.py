@@ -60,7 +60,8 @@ class LeaseEntry:
 
     ``ending_as``: the final state that it is releasing towards. ``listeners``:
     calls that hear of its changes, True for those that follow it to its end.
-    ``excluded``: nodes that failed to prepare a member of it.
+    ``excluded``: nodes that failed to prepare a member of it. ``position_told``: the
+    position in the queue that its listeners heard of last.
     """
 
     lease_id: LeaseId
@@ -81,6 +82,7 @@ class LeaseEntry:
     listeners: dict[CommandId, bool] = field(default_factory=dict[CommandId, bool])
     excluded: set[NodeId] = field(default_factory=set[NodeId])
     prepare_failures: int = 0
+    position_told: int = 0
 
     @property
     def ended(self) -> bool:

@@ -46,7 +46,15 @@ def serve(state: State, now: float) -> None:
         if not state.freed:
             break
     if left_queue:
-        for lease_id, _ in zip(state.queue, range(TOLD_MAX), strict=False):
+        _tell_positions(state)
+
+
+def _tell_positions(state: State) -> None:
+    """Lets the first in the queue hear of a position that they have not heard of."""
+    for position, lease_id in zip(range(1, TOLD_MAX + 1), state.queue, strict=False):
+        lease = state.leases[lease_id]
+        if lease.position_told != position:
+            lease.position_told = position
             state.told[lease_id] = None
 
 

@@ -186,3 +186,14 @@ def test_two_gangs_that_need_everything_never_share_it() -> None:
     world.release(world.lease_of(first))
     world.settle()
     assert world.lease_of(second).state is LeaseState.ACTIVE
+
+
+def test_an_arrival_is_no_news_to_those_who_wait_before_it() -> None:
+    world = World()
+    world.add_node("n1", gpus=1)
+    world.granted(whole(1))
+    first = world.acquire(whole(1), wait_s=None)
+    told = len(world.answers[first])
+    for _ in range(20):
+        world.acquire(whole(1), wait_s=None)
+    assert len(world.answers[first]) == told
