@@ -22,7 +22,7 @@ SILENCE_S = 60
 """A thousand hosts share the cores of this machine with what is measured: that they are
 slow for a while does not mean that they are gone."""
 
-POLL_S = "60"
+POLL_S = "600"
 """How often an agent looks at its GPUs unasked. At the default of 5 s, looking at 6,212
 simulated GPUs takes most of a core, which on real hosts is nobody's but their own."""
 
