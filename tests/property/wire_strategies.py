@@ -112,6 +112,7 @@ specs = st.builds(
     movable=st.booleans(),
     workload_class=st.none() | st.sampled_from(rq.WorkloadClass),
     shared_trust=st.booleans(),
+    on_caller_node=st.booleans(),
 )
 
 ttls = seconds(limits.TTL_S_MIN, limits.TTL_S_MAX)

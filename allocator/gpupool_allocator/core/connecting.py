@@ -180,7 +180,7 @@ def take_inventory(state: State, node: NodeEntry, inventory: NodeInventory) -> N
                 {"from": old.model, "to": device.model},
             )
     node.inventory = inventory
-    state.books.put_node(node.node_id, inventory)
+    state.put_on_books(node.node_id, inventory)
     state.apply_holds(node.node_id)
     for uuid, entry in node.devices.items():
         if uuid not in now_there and entry.present:

@@ -69,7 +69,7 @@ def _add_node(state: State, node_id: NodeId, record: NodeRecord | None) -> None:
     for device in inventory.devices:
         node.devices[device.uuid] = DeviceEntry(device=device)
         state.device_nodes[device.uuid] = node_id
-    state.books.put_node(node_id, inventory)
+    state.put_on_books(node_id, inventory)
 
 
 def _add_lease(state: State, record: Lease, now: float, unix_s: float) -> None:

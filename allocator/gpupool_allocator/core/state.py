@@ -5,12 +5,14 @@ functions over this state; ``pool.py`` puts them together.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpupool.model.assignment import AssignmentKey, DesiredState, HolderWatch
 from gpupool.model.hold import Hold
 from gpupool.model.ids import CommandId, DeviceUuid, HoldId, LeaseId, NodeId
+from gpupool.model.inventory import NodeInventory
 from gpupool.model.lease import Lease, LeaseState, MemberState
+from gpupool.model.request import NODE_LABEL
 from gpupool_allocator.core.books import Books
 from gpupool_allocator.core.clocks import ClockKind, Clocks
 from gpupool_allocator.core.effects import Answer, Delete, Put, SendDesired, UnclaimedRecord
@@ -115,6 +117,11 @@ class State:
         if lease.process is not None and lease.process.node_id in self.nodes:
             self.nodes[lease.process.node_id].held_leases.pop(lease.lease_id, None)
             self.node_changed(lease.process.node_id)
+
+    def put_on_books(self, node_id: NodeId, inventory: NodeInventory) -> None:
+        """Gives the books a node's inventory, with the label that every node has."""
+        labels = {**inventory.labels, NODE_LABEL: str(node_id)}
+        self.books.put_node(node_id, replace(inventory, labels=labels))
 
     def apply_holds(self, node_id: NodeId) -> None:
         """Brings the books' view of the holds on a node and its devices up to date."""

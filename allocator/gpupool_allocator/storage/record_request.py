@@ -173,6 +173,8 @@ def spec_to_json(spec: LeaseSpec) -> Json:
         shape["movable"] = True
     if spec.shared_trust:
         shape["shared_trust"] = True
+    if spec.on_caller_node:
+        shape["on_caller_node"] = True
     return shape
 
 
@@ -196,4 +198,5 @@ def spec_from_json(shape: Json) -> LeaseSpec:
         movable=shape.get("movable", False),
         workload_class=None if workload_class is None else WorkloadClass(workload_class),
         shared_trust=shape.get("shared_trust", False),
+        on_caller_node=shape.get("on_caller_node", False),
     )

@@ -59,8 +59,9 @@ def run(
     kill -9 also, where it was reached through the agent's socket of this node, which
     watches the process; else after its ttl.
 
-    COMMAND runs here. Members of the lease on other nodes are not started: see
-    "gpupool lease hostfile".
+    COMMAND runs here: through the agent's socket its GPUs are this node's. Members of
+    a lease of several replicas on other nodes are not started: see "gpupool lease
+    hostfile".
     """
     ask = cast("Ask", shape_of(options))
     if wait is not None:
@@ -73,6 +74,8 @@ def run(
         ask["ttl"] = ttl
     elif is_agent_socket(client.address):
         ask["process"] = True
+    if is_agent_socket(client.address) and ask.get("replicas", 1) == 1:
+        ask["on_caller_node"] = True
     with client, signals_end_us():
         return _under_lease(client, ask, command, quiet=quiet)
 

@@ -71,6 +71,10 @@ class GpuSlice:
     max_share_pct: int = 0
 
 
+NODE_LABEL = "gpupool.node"
+"""Label that every node has: its node id."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelSelector:
     """One test on a node's labels; no ``values`` means any value."""
@@ -104,7 +108,8 @@ class LeaseSpec:
     """A lease's request as accepted, defaults filled in.
 
     ``max_duration_s`` None: unlimited. Slices of one GPU share ``uid`` unless
-    ``shared_trust`` is set on all of them.
+    ``shared_trust`` is set on all of them. ``on_caller_node``: all members on the node
+    of the caller, whose agent forwards the call.
     """
 
     groups: tuple[Group, ...]
@@ -122,3 +127,4 @@ class LeaseSpec:
     movable: bool = False
     workload_class: WorkloadClass | None = None
     shared_trust: bool = False
+    on_caller_node: bool = False

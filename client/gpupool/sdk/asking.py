@@ -40,7 +40,7 @@ class Shape(TypedDict, total=False):
     spread: at most one member (or max_per_domain) in each such level.
     uid: user id that the work runs as, the caller's unless said.
     tenant, priority, name, labels, max_duration, disconnect, on_failure,
-    workload_class, shared_trust, movable, isolated, spares: see LeaseSpec.
+    workload_class, shared_trust, movable, isolated, spares, on_caller_node: see LeaseSpec.
     spec: a complete request, instead of everything above.
     """
 
@@ -66,6 +66,7 @@ class Shape(TypedDict, total=False):
     on_failure: OnFailure | str
     workload_class: WorkloadClass | str
     shared_trust: bool
+    on_caller_node: bool
     movable: bool
     isolated: bool
     spares: int
@@ -145,6 +146,7 @@ def lease_spec(shape: Shape) -> LeaseSpec:
         movable=shape.get("movable", False),
         workload_class=_word(WorkloadClass, "workload_class", shape.get("workload_class")),
         shared_trust=shape.get("shared_trust", False),
+        on_caller_node=shape.get("on_caller_node", False),
     )
     return _through_the_door(AcquireAsk(request_id=RequestId("check"), spec=spec)).spec
 

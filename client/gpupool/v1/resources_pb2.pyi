@@ -380,7 +380,9 @@ class Group(_message.Message):
 
     @_builtins.property
     def node_selectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___LabelSelector]:
-        """Tests on node labels, all of which must pass; at most 32."""
+        """Tests on node labels, all of which must pass; at most 32. Every node has the
+        label gpupool.node, its node id.
+        """
 
     @_builtins.property
     def topology(self) -> Global___TopologyConstraint:
@@ -455,6 +457,7 @@ class LeaseSpec(_message.Message):
     MOVABLE_FIELD_NUMBER: _builtins.int
     WORKLOAD_CLASS_FIELD_NUMBER: _builtins.int
     SHARED_TRUST_FIELD_NUMBER: _builtins.int
+    ON_CALLER_NODE_FIELD_NUMBER: _builtins.int
     display_name: _builtins.str
     """Free text for people, at most 253 characters."""
     tenant: _builtins.str
@@ -477,6 +480,10 @@ class LeaseSpec(_message.Message):
     """What the work is like."""
     shared_trust: _builtins.bool
     """Slices may share an MPS server with those of other users."""
+    on_caller_node: _builtins.bool
+    """All members on the caller's own node; only through an agent's socket. The
+    lease then shows it as a selector on the label gpupool.node of each group.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Group]:
         """Groups, 1..64; at most 16384 members and 65536 GPUs in all."""
@@ -515,10 +522,11 @@ class LeaseSpec(_message.Message):
         movable: _builtins.bool = ...,
         workload_class: Global___WorkloadClass.ValueType = ...,
         shared_trust: _builtins.bool = ...,
+        on_caller_node: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disconnect_timeout", b"disconnect_timeout", "max_duration", b"max_duration", "topology", b"topology"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["disconnect_timeout", b"disconnect_timeout", "display_name", b"display_name", "groups", b"groups", "isolated", b"isolated", "labels", b"labels", "max_duration", b"max_duration", "movable", b"movable", "on_failure", b"on_failure", "priority", b"priority", "shared_trust", b"shared_trust", "spares", b"spares", "tenant", b"tenant", "topology", b"topology", "uid", b"uid", "workload_class", b"workload_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disconnect_timeout", b"disconnect_timeout", "display_name", b"display_name", "groups", b"groups", "isolated", b"isolated", "labels", b"labels", "max_duration", b"max_duration", "movable", b"movable", "on_caller_node", b"on_caller_node", "on_failure", b"on_failure", "priority", b"priority", "shared_trust", b"shared_trust", "spares", b"spares", "tenant", b"tenant", "topology", b"topology", "uid", b"uid", "workload_class", b"workload_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -168,6 +168,7 @@ def lease_spec_to_proto(spec: LeaseSpec) -> pb.LeaseSpec:
         isolated=spec.isolated,
         movable=spec.movable,
         shared_trust=spec.shared_trust,
+        on_caller_node=spec.on_caller_node,
     )
     if spec.topology != NO_CONSTRAINT:
         message.topology.CopyFrom(topology_constraint_to_proto(spec.topology))
@@ -206,6 +207,7 @@ def lease_spec_from_proto(message: pb.LeaseSpec, at: str = "spec") -> LeaseSpec:
             at, "workload_class", message.workload_class
         ),
         shared_trust=message.shared_trust,
+        on_caller_node=message.on_caller_node,
     )
 
 
