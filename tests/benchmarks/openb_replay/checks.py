@@ -4,16 +4,20 @@ Each check yields one sentence for each thing that is not as it should be.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tests.benchmarks.openb_replay.picture import Picture, Running, on_node
 from tests.benchmarks.openb_replay.trace import TraceNode, TracePod
 
+from gpupool.model.event import Event
 from gpupool.model.ids import DeviceUuid, LeaseId, NodeId
 from gpupool.model.lease import DeviceShare, Lease, LeaseState, Member, MemberState
 from gpupool.model.request import GpuSlice, WholeGpus
 from gpupool.model.views import DeviceState, DeviceView, NodeState
+
+LIFE = ("granted", "active", "releasing", "released")
+"""Every change of a lease that fits at once and is given back."""
 
 
 def wrong_when_loaded(
@@ -283,3 +287,22 @@ def wrong_tokens(leases: Sequence[Lease], floors: Mapping[DeviceUuid, int]) -> I
             yield f"{uuid} has token {used[0]}, {floors[uuid]} was used on it before"
         if len(set(used)) != len(used):
             yield f"{uuid} has a token twice: {used}"
+
+
+def wrong_history(events: Sequence[Event], after: int, held: Collection[LeaseId]) -> Iterator[str]:
+    """Every change is an event with a cause, without gaps; refusals have changed nothing."""
+    lives: dict[str, list[str]] = {lease_id: [] for lease_id in held}
+    for sequence, event in enumerate(events, start=after + 1):
+        if event.sequence != sequence:
+            yield f"event {sequence} is missing: the next is {event.sequence}"
+            return
+        if not event.cause:
+            yield f"event {sequence}, {event.kind} of {event.subject}, has no cause"
+        topic, _, change = event.kind.partition(".")
+        if topic == "alarm":
+            yield f"the allocator raised {event.kind}: {event.cause}"
+        elif topic == "lease":
+            lives.setdefault(event.subject, []).append(change)
+    for lease_id, life in lives.items():
+        if tuple(life) != LIFE or lease_id not in held:
+            yield f"lease {lease_id} went through {life}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.benchmarks.openb_replay.checks import (
     tokens_by_device,
+    wrong_history,
     wrong_tokens,
     wrong_when_empty,
     wrong_when_loaded,
@@ -35,7 +36,10 @@ class ChecksFailedError(Exception):
 
 @dataclass(slots=True)
 class Replay:
-    """What all orders on one pool share. ``floors``: highest token seen on each device."""
+    """What all orders on one pool share.
+
+    ``floors``: highest token seen on each device. ``sequence``: last event read.
+    """
 
     pool: LivePool
     client: AsyncClient
@@ -43,6 +47,7 @@ class Replay:
     hosts: Sequence[TraceNode]
     in_flight: int
     floors: dict[DeviceUuid, int] = field(default_factory=dict[DeviceUuid, int])
+    sequence: int = 0
 
     async def run(self, order: str, pods: Sequence[TracePod]) -> Figures:
         """Offers the pods, keeps and releases them. Raises ChecksFailedError."""
@@ -55,7 +60,9 @@ class Replay:
         offering_s = time.monotonic() - begun_s
         after = self._usage()
         await self._check_loaded(pods, outcomes)
-        release_s, empty_s = await self._release(sum(each.granted for each in outcomes))
+        held = [LeaseId(each.lease_id) for each in outcomes if each.granted]
+        release_s, empty_s = await self._release(len(held))
+        await self._check_history(held)
         return self._figures(
             order,
             pods,
@@ -105,6 +112,12 @@ class Replay:
             flush=True,
         )
         return release_s, empty_s
+
+    async def _check_history(self, held: Sequence[LeaseId]) -> None:
+        events = [event async for event in self.client.events(after=self.sequence)]
+        _fail_on(wrong_history(events, self.sequence, frozenset(held)))
+        self.sequence += len(events)
+        print(f"  checked: {len(events)} events tell each lease's whole life", flush=True)
 
     async def _until_empty(self, begun_s: float) -> tuple[PoolSummary, float]:
         """Waits until nothing is held, or nothing moves; what is left the checks will say."""

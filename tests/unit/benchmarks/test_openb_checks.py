@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 from tests.benchmarks.openb_replay.checks import (
+    LIFE,
     tokens_by_device,
+    wrong_history,
     wrong_tokens,
     wrong_when_empty,
     wrong_when_loaded,
@@ -13,6 +15,7 @@ from tests.benchmarks.openb_replay.picture import Picture, on_node
 from tests.benchmarks.openb_replay.trace import TraceNode, TracePod
 
 from gpupool.model.caller import Caller
+from gpupool.model.event import Event
 from gpupool.model.ids import DeviceUuid, LeaseId, NodeId, RequestId
 from gpupool.model.lease import DeviceShare, Lease, LeaseState, Member, MemberState, Place
 from gpupool.model.views import DeviceState, DeviceView, NodeState, NodeView, PoolSummary
@@ -174,3 +177,26 @@ def test_anything_left_in_an_empty_pool_is_told() -> None:
     assert "lease lease-1 is active and nobody holds it" in told
     assert f"{GPUS[0]} is whole in an empty pool" in told
     assert "free in an empty pool" in told
+
+
+def life(lease_id: str, first: int, *changes: str) -> list[Event]:
+    return [
+        Event(sequence=number, unix_s=0.0, kind=f"lease.{change}", subject=lease_id, cause="why")
+        for number, change in enumerate(changes, start=first)
+    ]
+
+
+def test_a_history_that_does_not_tell_each_whole_life_is_told() -> None:
+    held = {LeaseId("lease-1")}
+    whole = life("lease-1", 8, *LIFE)
+    assert list(wrong_history(whole, 7, held)) == []
+    assert list(wrong_history(whole[:-1], 7, held)) == [
+        f"lease lease-1 went through {list(LIFE[:-1])}"
+    ]
+    assert "event 9 is missing" in next(wrong_history([whole[0], *whole[2:]], 7, held))
+    refused = life("lease-2", 12, "granted")
+    assert "lease-2 went through" in next(wrong_history([*whole, *refused], 7, held))
+    blank = [replace(whole[0], cause=""), *whole[1:]]
+    assert "has no cause" in next(wrong_history(blank, 7, held))
+    alarm = replace(whole[-1], sequence=12, kind="alarm.booking_refused")
+    assert "raised alarm" in next(wrong_history([*whole, alarm], 7, held))
