@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: AllocatorSettings, ready_file: Path | None) -> int:
     log = structlog.stdlib.get_logger("allocator")
+    log.info("allocator.starting", version=__version__)
     try:
         asyncio.run(_terms(settings, ready_file))
     except (OSError, StoreLockedError, StoreFullError, StoreError, RecordError) as error:

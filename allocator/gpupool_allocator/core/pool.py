@@ -23,6 +23,7 @@ from gpupool.model.hold import Hold
 from gpupool.model.ids import HoldId, LeaseId
 from gpupool.model.lease import Lease, LeaseState
 from gpupool.model.request import LeaseSpec
+from gpupool.model.views import DeviceView, DryRunResult, NodeView, PoolSummary
 from gpupool_allocator.core import commands, connecting, reading, reporting, restoring, serving
 from gpupool_allocator.core.books import Books
 from gpupool_allocator.core.checking import check
@@ -49,7 +50,6 @@ from gpupool_allocator.core.events import (
 from gpupool_allocator.core.outbox import Outbox
 from gpupool_allocator.core.settings import PoolSettings
 from gpupool_allocator.core.state import State
-from gpupool_allocator.core.views import DeviceView, DryRunResult, NodeView, PoolSummary
 from gpupool_allocator.core.waiting import WaitQueue
 
 

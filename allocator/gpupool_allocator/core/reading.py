@@ -9,13 +9,7 @@ from gpupool.model.hold import Hold, HoldKind, HoldScope
 from gpupool.model.ids import DeviceUuid, HoldId, NodeId
 from gpupool.model.lease import Explanation, Lease, LeaseState, Member, MemberState
 from gpupool.model.request import LeaseSpec
-from gpupool_allocator.core.admission import refusal
-from gpupool_allocator.core.entries import DeviceEntry, LeaseEntry, NodeEntry
-from gpupool_allocator.core.granting import decide, passes
-from gpupool_allocator.core.placement import Unplaced
-from gpupool_allocator.core.placement import explain as explain_nodes
-from gpupool_allocator.core.state import State
-from gpupool_allocator.core.views import (
+from gpupool.model.views import (
     DeviceState,
     DeviceView,
     DryRunResult,
@@ -23,6 +17,12 @@ from gpupool_allocator.core.views import (
     NodeView,
     PoolSummary,
 )
+from gpupool_allocator.core.admission import refusal
+from gpupool_allocator.core.entries import DeviceEntry, LeaseEntry, NodeEntry
+from gpupool_allocator.core.granting import decide, passes
+from gpupool_allocator.core.placement import Unplaced
+from gpupool_allocator.core.placement import explain as explain_nodes
+from gpupool_allocator.core.state import State
 
 
 def leases(
@@ -161,6 +161,7 @@ def summary(state: State) -> PoolSummary:
     totals = state.books.totals()
     return PoolSummary(
         epoch=state.epoch,
+        version=state.settings.version,
         nodes=len(state.nodes),
         nodes_connected=sum(node.connection is not None for node in state.nodes.values()),
         devices=totals.devices,

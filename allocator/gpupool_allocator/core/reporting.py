@@ -37,9 +37,12 @@ def take_assignment_reports(
         elif report.key in state.unclaimed:
             if report.state is AssignmentState.ENDED:
                 forget_unclaimed(state, state.unclaimed[report.key], "the node ended it")
-        elif complete and report.key.lease_id not in state.leases:
-            if report.state is not AssignmentState.ENDED:
-                keep_unclaimed(state, node, report)
+        elif (
+            complete
+            and report.key.lease_id not in state.leases
+            and report.state is not AssignmentState.ENDED
+        ):
+            keep_unclaimed(state, node, report)
         # Anything else speaks of an older place: the next desired state ends it there.
 
 

@@ -9,7 +9,7 @@ import socket
 
 from aiohttp import web
 
-from gpupool_allocator.core.views import PoolSummary
+from gpupool.model.views import PoolSummary
 from gpupool_allocator.engine import Engine, RefusedError
 from gpupool_allocator.metrics import Metrics
 from gpupool_allocator.settings import Address

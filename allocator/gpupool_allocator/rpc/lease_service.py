@@ -18,12 +18,13 @@ from gpupool.wire.lease import (
 )
 from gpupool.wire.request import lease_spec_from_proto
 from gpupool.wire.resources import lease_to_proto
+from gpupool.wire.views import dry_run_result_to_proto
 from gpupool_allocator.core.effects import KeptAlive
 from gpupool_allocator.core.events import Watch
 from gpupool_allocator.engine import AnswerStream, Engine, FinalAnswer, RefusedError, Result
 from gpupool_allocator.rpc.callers import ForwardKeys
 from gpupool_allocator.rpc.commands import LeaseCommands
-from gpupool_allocator.rpc.messages import dry_run_to_proto, kept_alive_to_proto
+from gpupool_allocator.rpc.messages import kept_alive_to_proto
 from gpupool_allocator.rpc.pages import page_after, page_token
 from gpupool_allocator.rpc.refusals import accepted
 from gpupool_allocator.rpc.session import Session
@@ -143,7 +144,7 @@ class LeaseService:
         )
         if isinstance(result, Refused):
             raise RefusedError(result)
-        return dry_run_to_proto(result)
+        return dry_run_result_to_proto(result)
 
     async def _stream(
         self,

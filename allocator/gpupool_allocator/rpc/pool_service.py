@@ -1,11 +1,11 @@
 """The pool: nodes, devices, events and holds."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from grpc import aio
 
-from gpupool import __version__
 from gpupool.model.errors import ErrorKind, Refused
 from gpupool.model.hold import Hold, HoldKind
 from gpupool.model.limits import PAGE_MAX
@@ -19,13 +19,13 @@ from gpupool.wire.pool import (
     hold_to_proto,
     page_size_from_proto,
 )
+from gpupool.wire.views import device_view_to_proto, node_view_to_proto, pool_summary_to_proto
 from gpupool_allocator.core.effects import Done
 from gpupool_allocator.core.events import AddHold, RemoveHold
 from gpupool_allocator.engine import Engine, RefusedError
 from gpupool_allocator.engine.feed import ForgottenError
 from gpupool_allocator.engine.ids import new_hold_id
 from gpupool_allocator.rpc.callers import ForwardKeys
-from gpupool_allocator.rpc.messages import device_status_to_proto, node_to_proto, summary_to_proto
 from gpupool_allocator.rpc.pages import page_after, page_token
 from gpupool_allocator.rpc.refusals import accepted
 from gpupool_allocator.telemetry import TelemetryBook
@@ -45,7 +45,7 @@ class PoolService:
         """Sums of the pool."""
         self._keys.sender(context)
         summary = await self._engine.read(lambda pool: pool.summary())
-        return summary_to_proto(summary, __version__)
+        return pool_summary_to_proto(summary)
 
     async def list_nodes(
         self, request: pb.ListNodesRequest, context: Context
@@ -57,7 +57,7 @@ class PoolService:
         nodes = await self._engine.read(lambda pool: pool.nodes(after=after, limit=size + 1))
         shown = nodes[:size]
         return pb.ListNodesResponse(
-            nodes=[node_to_proto(node) for node in shown],
+            nodes=[node_view_to_proto(node) for node in shown],
             next_page_token=(
                 page_token("nodes", (), [shown[-1].node_id]) if len(nodes) > size else ""
             ),
@@ -81,8 +81,10 @@ class PoolService:
             token = page_token("devices", (node_id,), [last.node_id, last.device.uuid])
         return pb.ListDevicesResponse(
             devices=[
-                device_status_to_proto(
-                    device, self._telemetry.of(device.node_id, device.device.uuid)
+                device_view_to_proto(
+                    replace(
+                        device, telemetry=self._telemetry.of(device.node_id, device.device.uuid)
+                    )
                 )
                 for device in shown
             ],

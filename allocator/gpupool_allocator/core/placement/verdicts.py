@@ -4,12 +4,12 @@ from gpupool.model.ids import HoldId
 from gpupool.model.inventory import Device
 from gpupool.model.lease import Cause
 from gpupool.model.request import GpuSlice, Group, LabelSelector, LeaseSpec, WholeGpus
+from gpupool.model.views import NodeVerdict
 from gpupool_allocator.core.books import Books
 from gpupool_allocator.core.capacity import DeviceCapacity, NodeCapacity
 from gpupool_allocator.core.index import HELD
 from gpupool_allocator.core.placement.fit import fit
 from gpupool_allocator.core.placement.need import Need, kinds_of_models, needs_of, slice_memory_mib
-from gpupool_allocator.core.views import NodeVerdict
 
 VERDICTS_MAX = 1000
 
