@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from gpupool.wire.errors import BadField
 
 ACCEPTED = "the tokens of this listing's pages"
-CHARS_MAX = 2048
+CHARS_MAX = 8192
+"""Two names of 253 characters, each escaped to six bytes, in base64, with a margin."""
+
 _CRC_BYTES = 4
 
 
