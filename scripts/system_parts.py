@@ -33,7 +33,7 @@ PARTS = (
     SystemPart(
         program="strace",
         package="strace",
-        skipped_without="the store killed at each of its writes, and that it syncs before it answers",
+        skipped_without="the store killed at each write, and that it syncs before it answers",
     ),
 )
 
