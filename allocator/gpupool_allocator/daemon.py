@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -96,6 +97,16 @@ class Office:
         self.thread.shutdown()
 
 
+async def serve_terms(settings: AllocatorSettings, ready_file: Path | None) -> None:
+    """Serves one term after the other, in one event loop: gRPC knows no second one.
+
+    Raises as ``serve``.
+    """
+    outcome = await serve(settings, ready_file=ready_file)
+    while outcome is not None:
+        outcome = await serve(outcome.settings, ready_file=ready_file)
+
+
 async def serve(settings: AllocatorSettings, *, ready_file: Path | None = None) -> Restart | None:
     """Serves until SIGTERM or SIGINT (None) or until a new term is needed (Restart).
 
@@ -154,6 +165,9 @@ class _Service:
             asyncio.create_task(_watch_store(self._engine)),
         ]
         await self.rpc.start()
+        # What was loaded stays: from now on only what comes and goes is looked through.
+        gc.freeze()
+        gc.enable()
         # A third of the time that all imports take.
         module = await asyncio.to_thread(importlib.import_module, "gpupool_allocator.http.server")
         self.http: HttpServer = module.HttpServer(self._engine, self._metrics, self._telemetry)

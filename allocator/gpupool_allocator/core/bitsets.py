@@ -50,8 +50,9 @@ class Threshold:
             self._at_least.append(0)
             self._values.append({})
         low, high = sorted((old_class, new_class))
-        for number in range(low + 1, high + 1):
-            self._at_least[number] ^= bit
+        self._at_least[low + 1 : high + 1] = [
+            mask ^ bit for mask in self._at_least[low + 1 : high + 1]
+        ]
         for number, amount in ((old_class, old), (new_class, new)):
             if amount is None:
                 continue

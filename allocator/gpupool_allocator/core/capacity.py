@@ -88,8 +88,13 @@ class DeviceCapacity:
 
     def recount(self) -> None:
         """Derives the free amounts and users from the device and its grants."""
-        grants = self.granted.values()
         memory_mib = self.device.memory_mib
+        if not self.granted:
+            # Nearly all devices at a restart, which waits for this.
+            self.whole, self.free_share_pct, self.free_memory_mib = False, 100, memory_mib
+            self.sole_uid, self.trusted = None, True
+            return
+        grants = self.granted.values()
         self.whole = any(grant.whole for grant in grants)
         self.free_share_pct = 100 - sum(grant.share_pct for grant in grants)
         if memory_mib is None:
@@ -141,6 +146,8 @@ class NodeCapacity:
         self.free_cpu_milli, self.free_host_memory_mib = max(0, cpu), max(0, memory)
         short = {str(self.node_id)} if cpu < 0 or memory < 0 else set[str]()
         for uuid, device in self.devices.items():
+            if not device.granted:
+                continue
             usable = device.device.memory_mib
             granted = sum(g.memory_mib for g in device.granted.values() if not g.whole)
             if usable is not None and granted > usable:

@@ -136,7 +136,11 @@ def _settle_identity(state: State, node: NodeEntry, hello: Hello, *, rebooted: b
     for uuid, entry in node.devices.items():
         entry.confirmed = False
         state.books.offer_device(uuid, False)
-    take_inventory(state, node, hello.inventory)
+    # Nearly always the same again: after a restart a whole pool says hello at once.
+    if node.inventory != hello.inventory or any(
+        device.uuid not in node.devices for device in hello.inventory.devices
+    ):
+        take_inventory(state, node, hello.inventory)
     if changed:
         store_node(state, node)
 

@@ -37,6 +37,9 @@ MEMORY_CLASSES = 256
 LABEL_MASKS_MAX = 1024
 """Masks of label values kept ready; others are made again when asked for."""
 
+KINDS_TOLD_MAX = 1024
+"""Descriptions of devices whose kind is remembered as they came."""
+
 Head = tuple[str, int, int | str]
 
 
@@ -141,6 +144,7 @@ class ShapeIndex:
         self.free_gpu_pct = Threshold()
         self.cpu_milli = Threshold()
         self.host_memory_mib = Threshold()
+        self._kinds_told: dict[tuple[str, int | None, bool], Kind] = {}
         self._kind_numbers: dict[tuple[str, int | None, bool], int] = {}
         self._heads: dict[Head, Cells] = {}
         self._placed: dict[int, frozenset[tuple[Head, int]]] = {}
@@ -152,6 +156,15 @@ class ShapeIndex:
 
     def kind_of(self, device: Device) -> Kind:
         """The kind of a device, made when it is the first of its kind."""
+        told = (device.model, device.memory_mib, device.sliceable)
+        kind = self._kinds_told.get(told)
+        if kind is None:
+            if len(self._kinds_told) >= KINDS_TOLD_MAX:
+                self._kinds_told.clear()
+            kind = self._kinds_told[told] = self._kind_of(device)
+        return kind
+
+    def _kind_of(self, device: Device) -> Kind:
         model = " ".join(device.model.lower().split())
         low = high = device.memory_mib
         if device.memory_mib is not None:
