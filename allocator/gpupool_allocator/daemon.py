@@ -74,7 +74,12 @@ class Office:
         )
         self.epoch = self._begin_term()
         self.last_sequence = self.store.bounds()[1]
-        self.pool = Pool(settings.for_pool(), epoch=self.epoch, last_sequence=self.last_sequence)
+        self.pool = Pool(
+            settings.for_pool(),
+            epoch=self.epoch,
+            last_sequence=self.last_sequence,
+            fits_store=records.fits_one_commit,
+        )
         count = 0
         for stored in self.store.load():
             self.pool.restore(records.decode(stored))

@@ -25,7 +25,7 @@ class MemberEntry:
 
     ``seen``: its node has spoken of this token, so only the node can say that it
     ended. ``dropped_at``: the revision of the node's desired state that no longer
-    names it.
+    names it. ``assignment`` is what its node must carry out, made once for each token.
     """
 
     group: str
@@ -37,6 +37,7 @@ class MemberEntry:
     environment: dict[str, str] | None = None
     seen: bool = False
     dropped_at: int | None = None
+    assignment: Assignment | None = None
 
     def frozen(self, *, reachable: bool) -> Member:
         """The member as others see it; one on a cut-off node is unreachable."""
@@ -100,15 +101,18 @@ class LeaseEntry:
 
     def assignment(self, member: MemberEntry) -> Assignment:
         """What the member's node must carry out."""
-        return Assignment(
-            key=self.key(member),
-            group=member.group,
-            token=member.token,
-            place=member.place,
-            uid=self.spec.uid,
-            disconnect_s=self.spec.disconnect_s,
-            world_size=len(self.members),
-        )
+        known = member.assignment
+        if known is None or known.token != member.token:
+            known = member.assignment = Assignment(
+                key=self.key(member),
+                group=member.group,
+                token=member.token,
+                place=member.place,
+                uid=self.spec.uid,
+                disconnect_s=self.spec.disconnect_s,
+                world_size=len(self.members),
+            )
+        return known
 
     def frozen(self, *, reachable: frozenset[NodeId] | None = None, position: int = 0) -> Lease:
         """The lease as others see it; ``reachable`` None: all of its nodes are."""

@@ -11,6 +11,10 @@ from gpupool_allocator.core.entries import LeaseEntry, MemberEntry
 from gpupool_allocator.core.placement import Plan, Unplaced, plan, validate
 from gpupool_allocator.core.state import State, queue_hold_id
 
+STORE_ASKED_FROM = 1024
+"""Members and devices from which a lease's record may be too large: some 600 bytes each
+at the very most, in a record of 1 MiB."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
@@ -103,12 +107,29 @@ def try_grant(state: State, lease: LeaseEntry, now: float) -> Granted | Unplaced
         )
         for planned in found.members
     ]
+    if not _can_be_stored(state, lease, members):
+        return Unplaced(
+            explanation=Explanation(
+                summary=f"a lease of {len(members)} members here is larger than one stored record",
+                nearest_change="split the request into several leases",
+            ),
+            never=True,
+        )
     refused = _book_all(state, lease, members)
     if refused is not None:
         state.out.alarm("booking_refused", f"books refused a validated plan: {refused}")
         return _internal(refused)
     _settle_grant(state, lease, members, now)
     return Granted(nodes_touched=found.nodes_touched)
+
+
+def _can_be_stored(state: State, lease: LeaseEntry, members: list[MemberEntry]) -> bool:
+    """Whether the granted lease is small enough to be one record; asked where it may not be."""
+    size = len(members) + sum(len(member.place.devices) for member in members)
+    if size < STORE_ASKED_FROM:
+        return True
+    frozen = tuple(member.frozen(reachable=True) for member in members)
+    return state.fits_store(replace(lease.frozen(), members=frozen))
 
 
 def _book_all(state: State, lease: LeaseEntry, members: list[MemberEntry]) -> str | None:

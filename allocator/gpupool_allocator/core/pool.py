@@ -16,6 +16,7 @@ Every event ends with one pass of the queue over what became available, and with
 ``State.flush``, which turns the marks that topics left into effects.
 """
 
+from collections.abc import Callable
 from typing import assert_never
 
 from gpupool.model.errors import ErrorKind, Refused
@@ -54,12 +55,24 @@ from gpupool_allocator.core.waiting import WaitQueue
 
 
 class Pool:
-    """All nodes under one allocator, as a machine without I/O."""
+    """All nodes under one allocator, as a machine without I/O.
 
-    def __init__(self, settings: PoolSettings, *, epoch: int, last_sequence: int = 0) -> None:
+    ``fits_store`` says of a lease with all its members whether the store takes it as
+    one record; it is asked for big leases only, and what does not fit is not granted.
+    """
+
+    def __init__(
+        self,
+        settings: PoolSettings,
+        *,
+        epoch: int,
+        last_sequence: int = 0,
+        fits_store: Callable[[Lease], bool] = lambda _: True,
+    ) -> None:
         self._state = State(
             settings=settings,
             epoch=epoch,
+            fits_store=fits_store,
             books=Books(grain_pct=settings.grain_pct),
             out=Outbox(last_sequence),
             queue=WaitQueue(settings.aging_s),

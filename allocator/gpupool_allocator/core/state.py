@@ -5,6 +5,7 @@ functions over this state; ``pool.py`` puts them together.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from gpupool.model.assignment import AssignmentKey, DesiredState, HolderWatch
@@ -29,6 +30,7 @@ RUNS_ON_NODE = (MemberState.PREPARING, MemberState.READY)
 class State:
     """Everything the pool knows.
 
+    ``fits_store``: a lease with these members can be stored as one record.
     ``freed``: nodes on which something became available during this event.
     ``changed_nodes``: nodes whose desired state must be sent.
     ``changed_leases``: leases to be stored; those in ``told`` are also shown to
@@ -37,6 +39,7 @@ class State:
 
     settings: PoolSettings
     epoch: int
+    fits_store: Callable[[Lease], bool]
     books: Books
     out: Outbox
     queue: WaitQueue

@@ -27,12 +27,15 @@ from gpupool_allocator.storage.record_hold import (
 from gpupool_allocator.storage.record_lease import lease_from_json, lease_to_json
 from gpupool_allocator.storage.record_node import node_from_json, node_to_json
 from gpupool_allocator.storage.record_request import Json
-from gpupool_allocator.storage.store import Operation, StoredValue
+from gpupool_allocator.storage.store import COMMIT_BYTES_MAX, Operation, StoredValue
 
 LEASE = "lease"
 HOLD = "hold"
 NODE = "node"
 UNCLAIMED = "unclaimed"
+
+GROWTH_BYTES = 16 * 1024
+"""States, reasons and times that come into a lease's record after its grant."""
 
 # Made once: it costs more than the encoding of a small record. NaN is no JSON and
 # is refused; text outside ASCII is escaped, so that any string can be stored.
@@ -69,6 +72,11 @@ class RecordVersionError(RecordError):
         self.kind = kind
         self.key = key
         self.version = version
+
+
+def fits_one_commit(lease: Lease) -> bool:
+    """A lease's record leaves room in a commit for what it may still grow by."""
+    return len(encode(lease).value or b"") <= COMMIT_BYTES_MAX - GROWTH_BYTES
 
 
 def encode(record: Stored) -> Operation:

@@ -1,10 +1,11 @@
 """Release, expiry, lost holders: nothing is free before its node confirmed it."""
 
+from tests.core_world import World, part, whole
+
 from gpupool.model.caller import ProcessRef
 from gpupool.model.ids import NodeId
 from gpupool.model.lease import LeaseState
 from gpupool.model.request import OnFailure
-from tests.core_world import World, part, whole
 
 
 def test_a_released_gpu_is_offered_only_after_its_node_confirmed_it_clean() -> None:

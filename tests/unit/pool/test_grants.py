@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+from tests.core_world import World, part, whole
+
 from gpupool.model.errors import ErrorKind
 from gpupool.model.lease import LeaseState, MemberState
 from gpupool.model.request import GpuSlice, Level, OnFailure, TopologyConstraint
-from tests.core_world import World, part, whole
+from gpupool_allocator.core.pool import Pool
 
 
 def test_a_lease_is_active_once_its_node_has_prepared_it() -> None:
@@ -180,3 +182,17 @@ def test_a_gang_bound_to_one_node_sits_on_one() -> None:
     world.add_node("n2", gpus=8)
     lease = world.granted(whole(1, replicas=6, topology=TopologyConstraint(required=Level.NODE)))
     assert {member.place.node_id for member in lease.members} == {"n2"}
+
+
+def test_a_lease_that_could_not_be_stored_is_refused_and_nothing_is_booked() -> None:
+    world = World()
+    world.pool = Pool(
+        world.settings, epoch=1, last_sequence=len(world.history), fits_store=lambda _: False
+    )
+    world._perform(world.pool.start(world.now, world.unix_s))
+    for number in range(16):
+        world.add_node(f"n{number}", gpus=64)
+    refused = world.refused(world.acquire(whole(64, replicas=16), wait_s=None))
+    assert "split the request" in getattr(refused.explanation, "nearest_change", "")
+    assert world.pool.summary().devices_used == 0
+    assert world.granted(whole(8)).state is LeaseState.ACTIVE

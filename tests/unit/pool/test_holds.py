@@ -1,8 +1,9 @@
 """Operators' holds: on nodes and GPUs, for some tenants, for a time."""
 
+from tests.core_world import World, whole
+
 from gpupool.model.hold import HoldScope
 from gpupool.model.lease import LeaseState
-from tests.core_world import World, whole
 
 
 def test_a_held_node_takes_nothing_new_and_keeps_what_runs() -> None:

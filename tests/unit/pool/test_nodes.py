@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from tests.core_world import PlayedNode, World, inventory, whole
+
 from gpupool.model.assignment import AssignmentKey
 from gpupool.model.caller import Caller, ProcessRef, Role
 from gpupool.model.errors import ErrorKind
@@ -9,7 +11,6 @@ from gpupool.model.ids import CommandId, ConnectionId, LeaseId, NodeId
 from gpupool.model.lease import LeaseState, MemberState
 from gpupool_allocator.core.effects import RaiseEpoch
 from gpupool_allocator.core.events import EndUnclaimed, NodeConnected, NodeDisconnected
-from tests.core_world import PlayedNode, World, inventory, whole
 
 
 def test_an_agent_restart_changes_nothing_that_anybody_sees() -> None:

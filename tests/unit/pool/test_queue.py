@@ -1,9 +1,10 @@
 """Waiting: order, reasons, the head's reservation, backfill, and who is woken by what."""
 
+from tests.core_world import World, whole
+
 from gpupool.model.errors import ErrorKind
 from gpupool.model.lease import LeaseState
 from gpupool_allocator.core.settings import PoolSettings
-from tests.core_world import World, whole
 
 
 def test_requests_are_served_by_priority_then_arrival() -> None:

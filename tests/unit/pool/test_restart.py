@@ -1,9 +1,10 @@
 """The allocator dies and comes back from its store; the store may refuse writes."""
 
+from tests.core_world import World, part, whole
+
 from gpupool.model.errors import ErrorKind
 from gpupool.model.lease import LeaseState
 from gpupool_allocator.core.events import WritesAccepted, WritesRefused
-from tests.core_world import World, part, whole
 
 
 def test_leases_live_through_a_restart_with_their_full_ttl() -> None:
