@@ -51,4 +51,7 @@ DEVICES: Listing[DeviceView] = Listing(
 def gpus(session: Session, node_id: str, output: str) -> None:
     """Lists GPUs (and MIG instances) and what is granted on them."""
     with session.client() as client:
-        DEVICES.show(client.devices(node_id=node_id), output)
+        found = sorted(
+            client.devices(node_id=node_id), key=lambda view: (view.node_id, view.device.index)
+        )
+        DEVICES.show(found, output)
