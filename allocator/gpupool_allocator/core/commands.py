@@ -24,7 +24,7 @@ from gpupool_allocator.core.granting import try_grant
 from gpupool_allocator.core.placement import Unplaced
 from gpupool_allocator.core.reporting import renew
 from gpupool_allocator.core.state import State
-from gpupool_allocator.core.unclaimed import forget_unclaimed
+from gpupool_allocator.core.unclaimed import drop_unclaimed
 
 DEFAULT_TTL_S = 60.0
 """How long a process-bound request waits for its caller to ask again."""
@@ -254,8 +254,7 @@ def end_unclaimed(state: State, event: EndUnclaimed) -> None:
         state.out.refuse(event.command, refused)
         return
     for record in found:
-        forget_unclaimed(state, record, f"ended by {event.caller.user or 'an operator'}")
-    state.node_changed(event.node_id)
+        drop_unclaimed(state, record, f"ended by {event.caller.user or 'an operator'}")
     state.out.tell(Answer(command=event.command, result=Done(), final=True))
 
 

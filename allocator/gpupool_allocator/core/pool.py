@@ -24,7 +24,13 @@ from gpupool.model.hold import Hold
 from gpupool.model.ids import HoldId, LeaseId
 from gpupool.model.lease import Lease, LeaseState
 from gpupool.model.request import LeaseSpec
-from gpupool.model.views import DeviceView, DryRunResult, NodeView, PoolSummary
+from gpupool.model.views import (
+    DeviceView,
+    DryRunResult,
+    NodeView,
+    PoolSummary,
+    UnclaimedAssignment,
+)
 from gpupool_allocator.core import commands, connecting, reading, reporting, restoring, serving
 from gpupool_allocator.core.books import Books
 from gpupool_allocator.core.checking import check
@@ -244,6 +250,12 @@ class Pool:
     def holds(self, *, after: str = "", limit: int = 100) -> list[Hold]:
         """Holds by id, the places kept for the head of the queue among them."""
         return reading.holds(self._state, after=after, limit=limit)
+
+    def unclaimed(
+        self, *, after: tuple[str, str, int] = ("", "", -1), limit: int = 100
+    ) -> list[UnclaimedAssignment]:
+        """What nodes run and the store does not know, by (node id, lease id, rank)."""
+        return reading.unclaimed(self._state, after=after, limit=limit)
 
     def summary(self) -> PoolSummary:
         """Sums of the pool."""

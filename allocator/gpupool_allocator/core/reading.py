@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from heapq import nsmallest
 
+from gpupool.model.assignment import AssignmentState
 from gpupool.model.caller import Caller, Role
 from gpupool.model.errors import Refused
 from gpupool.model.hold import Hold, HoldKind, HoldScope
@@ -16,8 +17,10 @@ from gpupool.model.views import (
     NodeState,
     NodeView,
     PoolSummary,
+    UnclaimedAssignment,
 )
 from gpupool_allocator.core.admission import refusal
+from gpupool_allocator.core.effects import UnclaimedRecord
 from gpupool_allocator.core.entries import DeviceEntry, LeaseEntry, NodeEntry
 from gpupool_allocator.core.granting import decide, passes
 from gpupool_allocator.core.placement import Unplaced
@@ -154,6 +157,31 @@ def holds(state: State, *, after: str, limit: int) -> list[Hold]:
     everything = {**state.holds, **kept}
     found = nsmallest(limit, (hold_id for hold_id in everything if hold_id > after))
     return [everything[hold_id] for hold_id in found]
+
+
+def unclaimed(
+    state: State, *, after: tuple[str, str, int], limit: int
+) -> list[UnclaimedAssignment]:
+    """Unclaimed assignments by (node id, lease id, rank)."""
+    by_place = {
+        (record.node_id, key.lease_id, key.rank): record for key, record in state.unclaimed.items()
+    }
+    found = nsmallest(limit, (place for place in by_place if place > after))
+    return [_unclaimed_view(by_place[place]) for place in found]
+
+
+def _unclaimed_view(record: UnclaimedRecord) -> UnclaimedAssignment:
+    report = record.report
+    assert report.place is not None, f"{report.key} was taken in without its place"
+    return UnclaimedAssignment(
+        node_id=record.node_id,
+        lease_id=report.key.lease_id,
+        rank=report.key.rank,
+        token=report.token,
+        place=report.place,
+        uid=report.uid,
+        ending=report.state is AssignmentState.ENDING,
+    )
 
 
 def summary(state: State) -> PoolSummary:

@@ -34,9 +34,10 @@ def take_assignment_reports(
         member = node.members.get(report.key)
         if member is not None and member.token == report.token:
             _take_report(state, state.leases[report.key.lease_id], member, report, now)
-        elif report.key in state.unclaimed:
-            if report.state is AssignmentState.ENDED:
-                forget_unclaimed(state, state.unclaimed[report.key], "the node ended it")
+        elif (record := state.unclaimed.get(report.key)) is not None:
+            same = record.node_id == node.node_id and record.report.token == report.token
+            if same and report.state is AssignmentState.ENDED:
+                forget_unclaimed(state, record, "the node ended it")
         elif (
             complete
             and report.key.lease_id not in state.leases

@@ -8,7 +8,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from gpupool.model.assignment import AssignmentKey, DesiredState, HolderWatch
+from gpupool.model.assignment import (
+    AssignmentKey,
+    AssignmentState,
+    DesiredState,
+    HolderWatch,
+)
 from gpupool.model.hold import Hold
 from gpupool.model.ids import CommandId, DeviceUuid, HoldId, LeaseId, NodeId
 from gpupool.model.inventory import NodeInventory
@@ -193,7 +198,10 @@ class State:
             assignments=tuple(assignments),
             holders=tuple(holders),
             unclaimed=tuple(
-                key for key, record in self.unclaimed.items() if record.node_id == node.node_id
+                key
+                for key, record in self.unclaimed.items()
+                if record.node_id == node.node_id
+                and record.report.state is not AssignmentState.ENDING
             ),
         )
 

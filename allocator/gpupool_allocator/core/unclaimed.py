@@ -2,10 +2,12 @@
 
 After an operator restored an old copy of the store, nodes may run work that the
 copy has never heard of. It is kept, shown, and ended only by an operator; what it
-stands on is booked so that nobody else gets it.
+stands on is booked so that nobody else gets it, also while it ends.
 """
 
-from gpupool.model.assignment import AssignmentReport
+from dataclasses import replace
+
+from gpupool.model.assignment import AssignmentReport, AssignmentState
 from gpupool.model.ids import NodeId
 from gpupool_allocator.core.books import BookingError
 from gpupool_allocator.core.effects import Delete, Put, UnclaimedRecord
@@ -20,12 +22,7 @@ def keep_unclaimed(state: State, node: NodeEntry, report: AssignmentReport) -> N
     record = UnclaimedRecord(node_id=node.node_id, report=report)
     state.unclaimed[report.key] = record
     state.out.put("unclaimed", _key(record), Put(record=record))
-    state.out.record(
-        "assignment.unclaimed",
-        node.node_id,
-        "the node runs a lease that the store does not know",
-        {"lease_id": report.key.lease_id, "rank": str(report.key.rank)},
-    )
+    _record(state, "assignment.unclaimed", record, "the store does not know the lease")
     book_unclaimed(state, node.node_id)
 
 
@@ -45,6 +42,17 @@ def book_unclaimed(state: State, node_id: NodeId) -> None:
             state.out.record("assignment.overlaps", node_id, str(overlap))
 
 
+def drop_unclaimed(state: State, record: UnclaimedRecord, cause: str) -> None:
+    """The node is told to keep it no longer; booked until the node says that it has ended."""
+    if record.report.state is AssignmentState.ENDING:
+        return
+    ending = replace(record, report=replace(record.report, state=AssignmentState.ENDING))
+    state.unclaimed[record.report.key] = ending
+    state.node_changed(record.node_id)
+    state.out.put("unclaimed", _key(ending), Put(record=ending))
+    _record(state, "assignment.ending", ending, cause)
+
+
 def forget_unclaimed(state: State, record: UnclaimedRecord, cause: str) -> None:
     """The assignment is gone from its node."""
     key = record.report.key
@@ -53,12 +61,13 @@ def forget_unclaimed(state: State, record: UnclaimedRecord, cause: str) -> None:
         state.books.unbook(key)
     state.node_freed(record.node_id)
     state.out.put("unclaimed", _key(record), Delete(record=record))
-    state.out.record(
-        "assignment.gone",
-        record.node_id,
-        cause,
-        {"lease_id": key.lease_id, "rank": str(key.rank)},
-    )
+    _record(state, "assignment.gone", record, cause)
+
+
+def _record(state: State, kind: str, record: UnclaimedRecord, cause: str) -> None:
+    key = record.report.key
+    details = {"lease_id": key.lease_id, "rank": str(key.rank)}
+    state.out.record(kind, record.node_id, cause, details)
 
 
 def _key(record: UnclaimedRecord) -> str:

@@ -6,7 +6,7 @@ from enum import StrEnum
 from gpupool.model.assignment import DeviceTelemetry
 from gpupool.model.ids import HoldId, LeaseId, NodeId
 from gpupool.model.inventory import Device, NodeInventory, StrayProcess
-from gpupool.model.lease import Cause, Explanation, Member
+from gpupool.model.lease import Cause, Explanation, Member, Place
 
 
 class NodeState(StrEnum):
@@ -58,6 +58,22 @@ class DeviceView:
     uid: int | None
     strays: tuple[StrayProcess, ...]
     telemetry: DeviceTelemetry | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnclaimedAssignment:
+    """An assignment that a node runs and the pool's store does not know.
+
+    ``ending``: its node keeps it no longer, and has not yet said that it is gone.
+    """
+
+    node_id: NodeId
+    lease_id: LeaseId
+    rank: int
+    token: int
+    place: Place
+    uid: int
+    ending: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,6 +183,83 @@ def test_work_that_a_restored_store_does_not_know_is_kept_until_an_operator_ends
     assert world.granted(whole(1)).state is LeaseState.ACTIVE
 
 
+def unclaimed_on_n1(world: World) -> AssignmentKey:
+    """Work on all of n1 that the store has forgotten."""
+    node = world.add_node("n1", gpus=1)
+    lease = world.granted(whole(1))
+    world.store.pop(("lease", lease.lease_id))
+    world.restart()
+    world.connect(node)
+    world.settle()
+    return AssignmentKey(lease_id=lease.lease_id, rank=0)
+
+
+def end_unclaimed(world: World, key: AssignmentKey, *, role: Role = Role.OPERATOR) -> CommandId:
+    command = CommandId(world.next_id())
+    world.handle(
+        EndUnclaimed(
+            command=command,
+            caller=Caller(role=role),
+            node_id=NodeId("n1"),
+            lease_id=key.lease_id,
+        )
+    )
+    return command
+
+
+def test_unclaimed_work_that_ends_keeps_its_gpu_until_its_node_says_that_it_is_gone() -> None:
+    world = World()
+    key = unclaimed_on_n1(world)
+    node = world.nodes[NodeId("n1")]
+    world.disconnect(node)
+    end_unclaimed(world, key)
+    assert world.pool.unclaimed()[0].ending
+    world.restart()
+    world.connect(node)
+    assert node.desired is not None
+    assert node.desired.unclaimed == ()
+    assert key in node.running
+    waiting = world.acquire(whole(1), wait_s=None)
+    assert world.lease_of(waiting).state is LeaseState.PENDING
+    end_unclaimed(world, key)  # a retry changes nothing
+    world.settle()
+    assert key not in node.running
+    assert world.lease_of(waiting).state is LeaseState.ACTIVE
+    assert world.pool.unclaimed() == []
+
+
+def test_only_operators_end_unclaimed_work_and_only_what_is_there() -> None:
+    world = World()
+    key = unclaimed_on_n1(world)
+    assert world.refused(end_unclaimed(world, key, role=Role.USER)).kind is ErrorKind.FORBIDDEN
+    other = AssignmentKey(lease_id=LeaseId("l-other"), rank=0)
+    assert world.refused(end_unclaimed(world, other)).kind is ErrorKind.NOT_FOUND
+    assert not world.pool.unclaimed()[0].ending
+
+
+def test_unclaimed_work_is_listed_by_node_lease_and_rank() -> None:
+    world = World()
+    nodes = [world.add_node(name, gpus=2) for name in ("n2", "n1")]
+    for _ in range(2):
+        lease = world.granted(whole(1, replicas=2))
+        world.store.pop(("lease", lease.lease_id))
+    world.restart()
+    for node in nodes:
+        world.connect(node)
+    everything = world.pool.unclaimed()
+    places = [(each.node_id, each.lease_id, each.rank) for each in everything]
+    assert len(places) == 4
+    assert places == sorted(places)
+    assert everything[0].place.node_id == everything[0].node_id
+    assert everything[0].token > 0
+    after: tuple[str, str, int] = ("", "", -1)
+    paged = []
+    while page := world.pool.unclaimed(after=after, limit=1):
+        paged += page
+        after = (page[0].node_id, page[0].lease_id, page[0].rank)
+    assert paged == everything
+
+
 def test_a_gpu_that_moved_to_another_host_is_offered_there() -> None:
     world = World()
     old = world.add_node("n1", gpus=1)
