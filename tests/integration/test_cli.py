@@ -177,7 +177,7 @@ def test_members_that_are_not_started_are_pointed_at(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("run", "--gpus", "250", "--", "true"), 64, "spec.groups[0].whole.count: 250 is not in"),
+        (("run", "--gpus", "250", "--", "true"), 64, "gpus: 250.0 is not in"),
         (("run", "--gpus", "nan", "--", "true"), 64, "gpus: nan is not in"),
         (("run", "--", "true"), 64, "say what is needed"),
         (("run", "--gpus", "1", "--", "/no/such/program"), 127, "/no/such/program"),

@@ -88,16 +88,15 @@ class Ask(Shape, total=False):
     request_id: str
 
 
-_RANGES: dict[str, tuple[int, int]] = {
-    "memory": (0, limits.GPU_MEMORY_MIB_MAX),
+_WHOLE_NUMBERS: dict[str, tuple[int, int]] = {
     "replicas": (1, limits.REPLICAS_MAX),
-    "cpu": (0, limits.CPU_MILLI_MAX // 1000),
-    "host_memory": (0, limits.HOST_MEMORY_MIB_MAX),
     "max_per_domain": (1, 1024),
     "uid": (0, limits.UID_MAX),
     "priority": (limits.PRIORITY_MIN, limits.PRIORITY_MAX),
     "spares": (0, limits.SPARES_MAX),
 }
+
+_CPU_MAX = limits.CPU_MILLI_MAX // 1000
 
 _GROUP_WORDS = frozenset({"gpus", "memory", "models", "replicas", "cpu", "host_memory"})
 
@@ -111,9 +110,9 @@ def acquire_ask(ask: Ask) -> AcquireAsk:
     made = AcquireAsk(
         request_id=RequestId(ask.get("request_id") or f"sdk-{secrets.token_hex(12)}"),
         spec=lease_spec(ask),
-        ttl_s=None if process else duration_s(ask.get("ttl", limits.TTL_S_DEFAULT), "ttl"),
+        ttl_s=None if process else _ttl_s(ask),
         caller_process=process,
-        wait_s=None if wait is None else duration_s(wait, "wait"),
+        wait_s=None if wait is None else duration_s(wait, "wait", 0.0, limits.WAIT_S_MAX),
     )
     return _through_the_door(made)
 
@@ -136,10 +135,13 @@ def lease_spec(shape: Shape) -> LeaseSpec:
         tenant=shape.get("tenant", "default"),
         uid=shape.get("uid", os.getuid()),
         priority=shape.get("priority", 0),
-        max_duration_s=(
-            duration_s(shape["max_duration"], "max_duration") if "max_duration" in shape else None
+        max_duration_s=_max_duration_s(shape),
+        disconnect_s=duration_s(
+            shape.get("disconnect", limits.DISCONNECT_S_DEFAULT),
+            "disconnect",
+            limits.DISCONNECT_S_MIN,
+            limits.DISCONNECT_S_MAX,
         ),
-        disconnect_s=duration_s(shape.get("disconnect", limits.DISCONNECT_S_DEFAULT), "disconnect"),
         spares=shape.get("spares", 0),
         on_failure=_word(OnFailure, "on_failure", shape.get("on_failure")),
         isolated=shape.get("isolated", False),
@@ -153,10 +155,36 @@ def lease_spec(shape: Shape) -> LeaseSpec:
 
 def _check_numbers(shape: Shape) -> None:
     """Refuses by their own names numbers that the wire's fields could not even hold."""
-    for field, (least, most) in _RANGES.items():
-        value = shape.get(field)
-        if isinstance(value, (int, float)) and not least <= value <= most:
-            raise InvalidRequestError(f"{field}: {value!r} is not in {least}..{most}", field=field)
+    for field, (least, most) in _WHOLE_NUMBERS.items():
+        value = shape.get(field, least)
+        if not (isinstance(value, int) and least <= value <= most):
+            raise _bad(field, value, f"{least}..{most}, whole numbers")
+    for field in ("gpus", "cpu"):
+        value = shape.get(field, 0)
+        if not isinstance(value, (int, float)):
+            raise _bad(field, value, "numbers")
+    if not 0 <= shape.get("cpu", 0) <= _CPU_MAX:
+        raise _bad("cpu", shape.get("cpu"), f"0..{_CPU_MAX}")
+    for field in ("memory", "host_memory"):
+        value = shape.get(field, 0)
+        if not isinstance(value, (int, str)):
+            raise _bad(field, value, 'sizes as "10GiB", "512MiB" or whole MiB')
+
+
+def _bad(field: str, value: object, accepted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {value!r} is not in {accepted}", field=field)
+
+
+def _ttl_s(ask: Ask) -> float:
+    ttl = ask.get("ttl", limits.TTL_S_DEFAULT)
+    return duration_s(ttl, "ttl", limits.TTL_S_MIN, limits.TTL_S_MAX)
+
+
+def _max_duration_s(shape: Shape) -> float | None:
+    if "max_duration" not in shape:
+        return None
+    least, most = limits.MAX_DURATION_S_MIN, limits.MAX_DURATION_S_MAX
+    return duration_s(shape["max_duration"], "max_duration", least, most)
 
 
 def _groups(shape: Shape) -> tuple[Group, ...]:
@@ -175,12 +203,14 @@ def _group(shape: Shape) -> Group:
         models=tuple(shape.get("models", ())),
         node_selectors=_selectors(shape.get("selectors", ())),
         cpu_milli=round(shape.get("cpu", 0) * 1000),
-        host_memory_mib=memory_mib(shape.get("host_memory", 0), "host_memory"),
+        host_memory_mib=memory_mib(
+            shape.get("host_memory", 0), "host_memory", limits.HOST_MEMORY_MIB_MAX
+        ),
     )
 
 
 def _accelerator(shape: Shape) -> WholeGpus | GpuSlice | None:
-    mib = memory_mib(shape.get("memory", 0), "memory")
+    mib = memory_mib(shape.get("memory", 0), "memory", limits.GPU_MEMORY_MIB_MAX)
     if "gpus" not in shape:
         # Memory alone is a slice that reserves no compute.
         return GpuSlice(memory_mib=mib) if mib else None
@@ -189,6 +219,8 @@ def _accelerator(shape: Shape) -> WholeGpus | GpuSlice | None:
         return WholeGpus(count=whole, min_memory_mib=mib)
     if share_pct or mib:
         return GpuSlice(share_pct=share_pct, memory_mib=mib)
+    if not (shape.get("cpu") or shape.get("host_memory")):
+        raise _bad("gpus", shape["gpus"], "numbers above 0 where nothing else is asked for")
     return None
 
 

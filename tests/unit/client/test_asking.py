@@ -78,9 +78,10 @@ def test_everything_of_a_call_reaches_the_request() -> None:
         ({"gpus": 1, "memory": "much"}, "memory"),
         ({"gpus": 1, "ttl": math.nan}, "ttl"),
         ({"gpus": 1, "replicas": 2**40}, "replicas"),
-        ({"gpus": 2**40}, "spec"),
+        ({"gpus": 2**40}, "gpus"),
         ({"gpus": 1, "wait": -1}, "wait"),
-        ({"gpus": 65}, "spec.groups[0].whole.count"),
+        ({"gpus": 65}, "gpus"),
+        ({"gpus": 0}, "gpus"),
     ],
 )
 def test_a_bad_word_is_named(ask: Ask, field: str) -> None:
