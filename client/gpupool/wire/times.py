@@ -29,7 +29,8 @@ def duration_from_proto(
         or (whole < 0 < nanos)
         or (nanos < 0 < whole)
     ):
-        raise BadField(path(at, name), (whole, nanos), "well-formed durations", unit="(s, ns)")
+        accepted = f"{least_s:.15g}..{most_s:.15g} s, well-formed"
+        raise BadField(path(at, name), (whole, nanos), accepted, unit="(s, ns)")
     seconds = (whole * _NANOS + nanos) / _NANOS
     if not least_s <= seconds <= most_s:
         accepted = f"{least_s:.15g}..{most_s:.15g} s"
