@@ -12,7 +12,13 @@ from gpupool.model.hold import Hold, HoldScope
 from gpupool.model.ids import HoldId, LeaseId
 from gpupool.model.lease import Lease, LeaseState
 from gpupool.model.limits import PAGE_MAX
-from gpupool.model.views import DeviceView, DryRunResult, NodeView, PoolSummary
+from gpupool.model.views import (
+    DeviceView,
+    DryRunResult,
+    NodeView,
+    PoolSummary,
+    UnclaimedAssignment,
+)
 from gpupool.sdk.asking import Ask, Shape, acquire_ask, lease_spec
 from gpupool.sdk.calls import Backoff, worth_retrying
 from gpupool.sdk.connection import CALL_TIMEOUT_S, RETRY_S, Connection
@@ -28,6 +34,7 @@ from gpupool.wire.views import (
     dry_run_result_from_proto,
     node_view_from_proto,
     pool_summary_from_proto,
+    unclaimed_from_proto,
 )
 
 __all__ = ["AsyncClient", "AsyncLease"]
@@ -198,6 +205,26 @@ class AsyncClient:
         await self._connection.change(
             self._connection.pool.DeleteHold,
             pool_pb2.DeleteHoldRequest(hold_id=HoldId(hold_id)),
+            lambda _: None,
+        )
+
+    def unclaimed(self) -> AsyncGenerator[UnclaimedAssignment, None]:
+        """What nodes run and the pool's store does not know, by node, lease and rank."""
+        return self._pages(
+            self._connection.pool.ListUnclaimed,
+            lambda token: pool_pb2.ListUnclaimedRequest(page_size=PAGE_MAX, page_token=token),
+            lambda response: [unclaimed_from_proto(each) for each in response.assignments],
+        )
+
+    async def end_unclaimed(self, node_id: str, lease_id: str) -> None:
+        """Ends the unclaimed assignments of a lease on a node; for operators.
+
+        It returns once that is ordered; ``unclaimed()`` lists them until their node has
+        nothing of them left. NotFoundError where there is none.
+        """
+        await self._connection.change(
+            self._connection.pool.EndUnclaimed,
+            pool_pb2.EndUnclaimedRequest(node_id=node_id, lease_id=lease_id),
             lambda _: None,
         )
 

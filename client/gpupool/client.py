@@ -11,7 +11,13 @@ from gpupool.model.hold import Hold, HoldScope
 from gpupool.model.ids import LeaseId
 from gpupool.model.lease import Lease as LeaseNow
 from gpupool.model.lease import LeaseState, Member
-from gpupool.model.views import DeviceView, DryRunResult, NodeView, PoolSummary
+from gpupool.model.views import (
+    DeviceView,
+    DryRunResult,
+    NodeView,
+    PoolSummary,
+    UnclaimedAssignment,
+)
 from gpupool.sdk.asking import Ask, Shape
 from gpupool.sdk.channel import resolve_address
 from gpupool.sdk.connection import CALL_TIMEOUT_S, RETRY_S
@@ -147,6 +153,14 @@ class Client:
     def remove_hold(self, hold_id: str) -> None:
         """Removes an operator's hold. NotFoundError where there is none."""
         self._thread.run(self._client.remove_hold(hold_id))
+
+    def unclaimed(self) -> Generator[UnclaimedAssignment, None, None]:
+        """What nodes run and the pool's store does not know, by node, lease and rank."""
+        return self._thread.iterate(self._client.unclaimed())
+
+    def end_unclaimed(self, node_id: str, lease_id: str) -> None:
+        """Ends the unclaimed assignments of a lease on a node; see ``AsyncClient``."""
+        self._thread.run(self._client.end_unclaimed(node_id, lease_id))
 
     def events(
         self, *, after: int = 0, subject: str = "", follow: bool = False

@@ -254,9 +254,10 @@ class PlayedAgent:
         """Prepares and ends as told; what it reports then."""
         self.desired = desired
         wanted = {assignment.key: assignment for assignment in desired.assignments}
-        ended = [each for key, each in self.running.items() if key not in wanted]
+        kept = {key: self.running[key] for key in desired.unclaimed if key in self.running}
+        ended = [each for key, each in self.running.items() if key not in wanted | kept]
         begun = [each for key, each in wanted.items() if each != self.running.get(key)]
-        self.running = wanted
+        self.running = kept | wanted
         return Report(
             assignments=(
                 *(self._prepared(each) for each in begun),

@@ -160,6 +160,7 @@ async def test_a_page_token_of_somebody_else_is_refused(daemon: Daemon, token: s
             calls.pool.ListNodes(pool_pb2.ListNodesRequest(page_token=token)),
             calls.pool.ListDevices(pool_pb2.ListDevicesRequest(page_token=token)),
             calls.pool.ListHolds(pool_pb2.ListHoldsRequest(page_token=token)),
+            calls.pool.ListUnclaimed(pool_pb2.ListUnclaimedRequest(page_token=token)),
         ):
             with pytest.raises(aio.AioRpcError) as caught:
                 await call

@@ -12,7 +12,7 @@ from tests.property import wire_strategies as some
 from gpupool.model.lease import Lease
 from gpupool.model.request import GpuSlice, LeaseSpec, WholeGpus
 from gpupool.v1 import lease_pb2, node_pb2, pool_pb2, resources_pb2
-from gpupool.wire import lease, node, pool, resources
+from gpupool.wire import lease, node, pool, resources, views
 from gpupool.wire.errors import BadField
 from gpupool.wire.times import duration_from_proto, duration_to_proto
 
@@ -51,6 +51,12 @@ MESSAGES: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Any], type[Any
         node.desired_state_to_proto,
         node_pb2.DesiredState,
         node.desired_state_from_proto,
+    ),
+    "unclaimed": (
+        some.unclaimed,
+        views.unclaimed_to_proto,
+        pool_pb2.UnclaimedAssignment,
+        views.unclaimed_from_proto,
     ),
     "hold": (some.holds(), pool.hold_to_proto, pool_pb2.Hold, pool.hold_from_proto),
     "event": (some.events, pool.event_to_proto, pool_pb2.Event, pool.event_from_proto),

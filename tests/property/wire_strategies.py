@@ -13,6 +13,7 @@ from gpupool.model.caller import Caller, ProcessRef, Role
 from gpupool.model.errors import ErrorKind, Refused
 from gpupool.model.event import Event
 from gpupool.model.hold import Hold, HoldKind, HoldScope
+from gpupool.model.views import UnclaimedAssignment
 from gpupool.wire.lease import AcquireAsk
 
 INT64 = 2**63 - 1
@@ -257,6 +258,16 @@ strays = st.builds(
     memory_mib=gpu_memory,
 )
 keys = st.builds(a.AssignmentKey, lease_id=ids, rank=st.integers(0, limits.MEMBERS_MAX - 1))
+unclaimed = st.builds(
+    UnclaimedAssignment,
+    node_id=node_ids,
+    lease_id=ids,
+    rank=st.integers(0, limits.MEMBERS_MAX - 1),
+    token=st.integers(0, 2**63 - 1),
+    place=places,
+    uid=uids,
+    ending=st.booleans(),
+)
 assignments = st.builds(
     a.Assignment,
     key=keys,

@@ -1,4 +1,4 @@
-"""The pool: nodes, devices, events and holds."""
+"""The pool: nodes, devices, events, holds and unclaimed assignments."""
 
 import time
 from dataclasses import replace
@@ -8,9 +8,11 @@ from grpc import aio
 
 from gpupool.model.errors import ErrorKind, Refused
 from gpupool.model.hold import Hold, HoldKind
+from gpupool.model.ids import LeaseId, NodeId
 from gpupool.model.limits import PAGE_MAX
 from gpupool.v1 import pool_pb2 as pb
 from gpupool.wire import door
+from gpupool.wire.errors import BadField
 from gpupool.wire.pool import (
     after_sequence_from_proto,
     event_to_proto,
@@ -19,14 +21,19 @@ from gpupool.wire.pool import (
     hold_to_proto,
     page_size_from_proto,
 )
-from gpupool.wire.views import device_view_to_proto, node_view_to_proto, pool_summary_to_proto
+from gpupool.wire.views import (
+    device_view_to_proto,
+    node_view_to_proto,
+    pool_summary_to_proto,
+    unclaimed_to_proto,
+)
 from gpupool_allocator.core.effects import Done
-from gpupool_allocator.core.events import AddHold, RemoveHold
+from gpupool_allocator.core.events import AddHold, EndUnclaimed, RemoveHold
 from gpupool_allocator.engine import Engine, RefusedError
 from gpupool_allocator.engine.feed import ForgottenError
 from gpupool_allocator.engine.ids import new_hold_id
 from gpupool_allocator.rpc.callers import ForwardKeys
-from gpupool_allocator.rpc.pages import page_after, page_token
+from gpupool_allocator.rpc.pages import ACCEPTED, page_after, page_token
 from gpupool_allocator.rpc.refusals import accepted
 from gpupool_allocator.telemetry import TelemetryBook
 
@@ -183,3 +190,42 @@ class PoolService:
         )
         accepted(await self._engine.ask(command), Done)
         return pb.DeleteHoldResponse()
+
+    async def list_unclaimed(
+        self, request: pb.ListUnclaimedRequest, context: Context
+    ) -> pb.ListUnclaimedResponse:
+        """Lists unclaimed assignments by node, lease and rank."""
+        self._keys.sender(context)
+        size = page_size_from_proto(request.page_size)
+        after = _after_unclaimed(request.page_token)
+        found = await self._engine.read(lambda pool: pool.unclaimed(after=after, limit=size + 1))
+        shown = found[:size]
+        token = ""
+        if len(found) > size:
+            last = shown[-1]
+            token = page_token("unclaimed", (), [last.node_id, last.lease_id, str(last.rank)])
+        return pb.ListUnclaimedResponse(
+            assignments=[unclaimed_to_proto(each) for each in shown], next_page_token=token
+        )
+
+    async def end_unclaimed(
+        self, request: pb.EndUnclaimedRequest, context: Context
+    ) -> pb.EndUnclaimedResponse:
+        """Ends the unclaimed assignments of a lease on a node."""
+        command = EndUnclaimed(
+            command=self._engine.ids.command(),
+            caller=self._keys.sender(context).caller,
+            node_id=NodeId(door.node_id("", "node_id", request.node_id)),
+            lease_id=LeaseId(door.identifier("", "lease_id", request.lease_id)),
+            unix_s=time.time(),
+        )
+        accepted(await self._engine.ask(command), Done)
+        return pb.EndUnclaimedResponse()
+
+
+def _after_unclaimed(token: str) -> tuple[str, str, int]:
+    node, lease, rank = page_after("unclaimed", (), token, 3)
+    try:
+        return node, lease, int(rank or -1)
+    except ValueError as error:
+        raise BadField("page_token", token, ACCEPTED) from error

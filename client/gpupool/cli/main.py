@@ -20,6 +20,7 @@ from gpupool.cli.output import printable
 from gpupool.cli.run import run
 from gpupool.cli.session import ADDRESS_HELP, Session
 from gpupool.cli.top import pool, top
+from gpupool.cli.unclaimed import unclaimed
 from gpupool.cli.words import cause_line
 from gpupool.errors import GpupoolError
 from gpupool.model.errors import ErrorKind
@@ -59,6 +60,7 @@ for _command in (
     top,
     events,
     hold,
+    unclaimed,
     completion,
     version,
     help_command,

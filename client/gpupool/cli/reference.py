@@ -27,7 +27,14 @@ def reference() -> str:
         "|---|---|",
         *(f"| {code} | {meaning} |" for code, meaning in exit_codes()),
     ]
-    root = click.Context(cli, info_name="gpupool", terminal_width=_WIDTH, max_content_width=_WIDTH)
+    # Made by the command, so that it has the command's own settings: -h, for one.
+    root = cli.make_context(
+        "gpupool",
+        [],
+        resilient_parsing=True,
+        terminal_width=_WIDTH,
+        max_content_width=_WIDTH,
+    )
     for context in _contexts(root):
         lines += ["", f"## {context.command_path}", "", "```text", _help(context), "```"]
     return "\n".join(lines) + "\n"

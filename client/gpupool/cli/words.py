@@ -4,6 +4,7 @@ import time
 
 from gpupool.model.lease import Cause, DeviceShare, Lease, Member
 from gpupool.model.request import GpuSlice, Group, WholeGpus
+from gpupool.model.views import UnclaimedAssignment
 
 _UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 
@@ -42,7 +43,7 @@ def few(names: list[str], most: int = 3) -> str:
     return f"{shown},+{len(names) - most}" if len(names) > most else shown
 
 
-def devices_of(member: Member) -> str:
+def devices_of(member: Member | UnclaimedAssignment) -> str:
     """Devices of a member with their shares."""
     return " ".join(_share(share) for share in member.place.devices)
 

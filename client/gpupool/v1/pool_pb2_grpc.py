@@ -7,7 +7,7 @@ from gpupool.v1 import pool_pb2 as gpupool_dot_v1_dot_pool__pb2
 
 
 class PoolServiceStub:
-    """Shows the pool and takes operators' holds.
+    """Shows the pool, takes operators' holds and ends unclaimed assignments.
     """
 
     def __init__(self, channel):
@@ -56,10 +56,20 @@ class PoolServiceStub:
                 request_serializer=gpupool_dot_v1_dot_pool__pb2.DeleteHoldRequest.SerializeToString,
                 response_deserializer=gpupool_dot_v1_dot_pool__pb2.DeleteHoldResponse.FromString,
                 _registered_method=True)
+        self.ListUnclaimed = channel.unary_unary(
+                '/gpupool.v1.PoolService/ListUnclaimed',
+                request_serializer=gpupool_dot_v1_dot_pool__pb2.ListUnclaimedRequest.SerializeToString,
+                response_deserializer=gpupool_dot_v1_dot_pool__pb2.ListUnclaimedResponse.FromString,
+                _registered_method=True)
+        self.EndUnclaimed = channel.unary_unary(
+                '/gpupool.v1.PoolService/EndUnclaimed',
+                request_serializer=gpupool_dot_v1_dot_pool__pb2.EndUnclaimedRequest.SerializeToString,
+                response_deserializer=gpupool_dot_v1_dot_pool__pb2.EndUnclaimedResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServiceServicer:
-    """Shows the pool and takes operators' holds.
+    """Shows the pool, takes operators' holds and ends unclaimed assignments.
     """
 
     def GetPool(self, request, context):
@@ -118,6 +128,20 @@ class PoolServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListUnclaimed(self, request, context):
+        """Lists what nodes run and the store does not know, by page.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndUnclaimed(self, request, context):
+        """Ends the unclaimed assignments of a lease on a node. For operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -161,6 +185,16 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     request_deserializer=gpupool_dot_v1_dot_pool__pb2.DeleteHoldRequest.FromString,
                     response_serializer=gpupool_dot_v1_dot_pool__pb2.DeleteHoldResponse.SerializeToString,
             ),
+            'ListUnclaimed': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListUnclaimed,
+                    request_deserializer=gpupool_dot_v1_dot_pool__pb2.ListUnclaimedRequest.FromString,
+                    response_serializer=gpupool_dot_v1_dot_pool__pb2.ListUnclaimedResponse.SerializeToString,
+            ),
+            'EndUnclaimed': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndUnclaimed,
+                    request_deserializer=gpupool_dot_v1_dot_pool__pb2.EndUnclaimedRequest.FromString,
+                    response_serializer=gpupool_dot_v1_dot_pool__pb2.EndUnclaimedResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'gpupool.v1.PoolService', rpc_method_handlers)
@@ -170,7 +204,7 @@ def add_PoolServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PoolService:
-    """Shows the pool and takes operators' holds.
+    """Shows the pool, takes operators' holds and ends unclaimed assignments.
     """
 
     @staticmethod
@@ -379,6 +413,60 @@ class PoolService:
             '/gpupool.v1.PoolService/DeleteHold',
             gpupool_dot_v1_dot_pool__pb2.DeleteHoldRequest.SerializeToString,
             gpupool_dot_v1_dot_pool__pb2.DeleteHoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListUnclaimed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpupool.v1.PoolService/ListUnclaimed',
+            gpupool_dot_v1_dot_pool__pb2.ListUnclaimedRequest.SerializeToString,
+            gpupool_dot_v1_dot_pool__pb2.ListUnclaimedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndUnclaimed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpupool.v1.PoolService/EndUnclaimed',
+            gpupool_dot_v1_dot_pool__pb2.EndUnclaimedRequest.SerializeToString,
+            gpupool_dot_v1_dot_pool__pb2.EndUnclaimedResponse.FromString,
             options,
             channel_credentials,
             insecure,

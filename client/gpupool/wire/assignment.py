@@ -12,6 +12,7 @@ from gpupool.model.assignment import (
 )
 from gpupool.model.ids import LeaseId
 from gpupool.v1 import node_pb2 as pb
+from gpupool.v1 import pool_pb2
 from gpupool.wire import door
 from gpupool.wire.enums import ASSIGNMENT_STATES
 from gpupool.wire.resources import (
@@ -32,7 +33,8 @@ def assignment_key_to_proto(key: AssignmentKey) -> pb.AssignmentKey:
 
 
 def assignment_key_from_proto(
-    at: str, message: pb.AssignmentKey | pb.Assignment | pb.AssignmentReport
+    at: str,
+    message: pb.AssignmentKey | pb.Assignment | pb.AssignmentReport | pool_pb2.UnclaimedAssignment,
 ) -> AssignmentKey:
     """Key of any message that carries a lease id and a rank. Raises BadField."""
     return AssignmentKey(

@@ -10,9 +10,11 @@ from gpupool.model.views import (
     NodeVerdict,
     NodeView,
     PoolSummary,
+    UnclaimedAssignment,
 )
 from gpupool.v1 import lease_pb2, pool_pb2
 from gpupool.wire import door
+from gpupool.wire.assignment import assignment_key_from_proto
 from gpupool.wire.enums import EnumTable
 from gpupool.wire.inventory import (
     device_from_proto,
@@ -30,6 +32,8 @@ from gpupool.wire.resources import (
     explanation_to_proto,
     member_from_proto,
     member_to_proto,
+    place_from_proto,
+    place_to_proto,
 )
 from gpupool.wire.times import timestamp_from_proto, timestamp_to_proto
 
@@ -131,6 +135,35 @@ def device_view_from_proto(message: pool_pb2.DeviceStatus, at: str = "device") -
             if message.HasField("telemetry")
             else None
         ),
+    )
+
+
+def unclaimed_to_proto(unclaimed: UnclaimedAssignment) -> pool_pb2.UnclaimedAssignment:
+    """An assignment that the store does not know."""
+    return pool_pb2.UnclaimedAssignment(
+        node_id=unclaimed.node_id,
+        lease_id=unclaimed.lease_id,
+        rank=unclaimed.rank,
+        token=unclaimed.token,
+        place=place_to_proto(unclaimed.place),
+        uid=unclaimed.uid,
+        ending=unclaimed.ending,
+    )
+
+
+def unclaimed_from_proto(
+    message: pool_pb2.UnclaimedAssignment, at: str = "unclaimed"
+) -> UnclaimedAssignment:
+    """Raises BadField."""
+    key = assignment_key_from_proto(at, message)
+    return UnclaimedAssignment(
+        node_id=NodeId(door.node_id(at, "node_id", message.node_id)),
+        lease_id=key.lease_id,
+        rank=key.rank,
+        token=door.integer(at, "token", message.token, 0, door.INT64_MAX),
+        place=place_from_proto(f"{at}.place", message.place),
+        uid=door.integer(at, "uid", message.uid, 0, limits.UID_MAX),
+        ending=message.ending,
     )
 
 

@@ -40,6 +40,7 @@ from gpupool.model.views import (
     NodeVerdict,
     NodeView,
     PoolSummary,
+    UnclaimedAssignment,
 )
 from gpupool.v1 import lease_pb2, lease_pb2_grpc, pool_pb2, pool_pb2_grpc
 from gpupool.wire.errors import BadField
@@ -52,6 +53,7 @@ from gpupool.wire.views import (
     dry_run_result_to_proto,
     node_view_to_proto,
     pool_summary_to_proto,
+    unclaimed_to_proto,
 )
 
 NODE = NodeId("node-1")
@@ -73,6 +75,7 @@ class SmallPool(lease_pb2_grpc.LeaseServiceServicer, pool_pb2_grpc.PoolServiceSe
     renewals: dict[str, int] = field(default_factory=dict[str, int])
     acquires: list[str] = field(default_factory=list[str])
     holds: dict[HoldId, Hold] = field(default_factory=dict[HoldId, Hold])
+    unclaimed: list[UnclaimedAssignment] = field(default_factory=list[UnclaimedAssignment])
     events: list[Event] = field(default_factory=list[Event])
     silent: bool = False
     cut_acquires: int = 0
@@ -362,6 +365,41 @@ class SmallPool(lease_pb2_grpc.LeaseServiceServicer, pool_pb2_grpc.PoolServiceSe
             missing = f"no hold {request.hold_id}"
             await refuse(context, Refused(kind=ErrorKind.NOT_FOUND, message=missing))
         return pool_pb2.DeleteHoldResponse()
+
+    async def ListUnclaimed(
+        self, request: pool_pb2.ListUnclaimedRequest, context: Context
+    ) -> pool_pb2.ListUnclaimedResponse:
+        start = int(request.page_token or 0)
+        end = start + self.page
+        return pool_pb2.ListUnclaimedResponse(
+            assignments=[unclaimed_to_proto(each) for each in self.unclaimed[start:end]],
+            next_page_token=str(end) if end < len(self.unclaimed) else "",
+        )
+
+    async def EndUnclaimed(
+        self, request: pool_pb2.EndUnclaimedRequest, context: Context
+    ) -> pool_pb2.EndUnclaimedResponse:
+        named = (request.node_id, request.lease_id)
+        left = [each for each in self.unclaimed if (each.node_id, each.lease_id) != named]
+        if left == self.unclaimed:
+            await refuse(context, Refused(kind=ErrorKind.NOT_FOUND, message="nothing to end"))
+        self.unclaimed = left
+        return pool_pb2.EndUnclaimedResponse()
+
+
+def unclaimed(node_id: str, rank: int) -> UnclaimedAssignment:
+    """A GPU's worth of a lease that the store has forgotten."""
+    share = DeviceShare(
+        device_uuid=DeviceUuid(f"GPU-{rank}"), share_pct=100, memory_mib=81559, whole=True
+    )
+    return UnclaimedAssignment(
+        node_id=NodeId(node_id),
+        lease_id=LeaseId("l-old"),
+        rank=rank,
+        token=7,
+        place=Place(node_id=NodeId(node_id), devices=(share,)),
+        uid=1001,
+    )
 
 
 def gpus_of(spec: LeaseSpec) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.unit.client.small_pool import SmallPool, socket_address
+from tests.unit.client.small_pool import SmallPool, socket_address, unclaimed
 
 from gpupool import AsyncClient
 from gpupool.errors import (
@@ -248,6 +248,18 @@ async def test_holds_come_and_go(pool: SmallPool) -> None:
         await client.remove_hold(hold.hold_id)
         with pytest.raises(NotFoundError):
             await client.remove_hold(hold.hold_id)
+
+
+async def test_unclaimed_work_is_listed_over_pages_and_ended_by_node_and_lease(
+    pool: SmallPool,
+) -> None:
+    pool.unclaimed = [unclaimed(node, rank) for node in ("n1", "n2") for rank in range(2)]
+    async with AsyncClient(pool.address) as client:
+        assert [found async for found in client.unclaimed()] == pool.unclaimed
+        await client.end_unclaimed("n1", "l-old")
+        assert [found.node_id async for found in client.unclaimed()] == ["n2", "n2"]
+        with pytest.raises(NotFoundError):
+            await client.end_unclaimed("n1", "l-old")
 
 
 async def test_a_dry_run_answers_and_changes_nothing(pool: SmallPool) -> None:

@@ -1,6 +1,7 @@
 """The same SDK for programs without an event loop."""
 
 import gc
+import json
 import subprocess
 import sys
 import threading
@@ -9,9 +10,12 @@ from dataclasses import replace
 
 import pytest
 from tests.unit.client.conftest import PoolThread
+from tests.unit.client.small_pool import unclaimed
 
 from gpupool import Client
+from gpupool.cli.main import run_with
 from gpupool.errors import InvalidRequestError, NoCapacityError
+from gpupool.model.errors import ErrorKind
 from gpupool.model.lease import LeaseState
 
 
@@ -51,6 +55,39 @@ def test_changes_are_an_iterator_that_can_be_left(pool_thread: PoolThread) -> No
         pool_thread.run(lambda: pool_thread.pool.set(ended))
         assert [state.state for state in changes] == [LeaseState.PREEMPTED]
         assert next(iter(client.events())).sequence == 1
+
+
+def test_unclaimed_work_is_listed_and_ended(pool_thread: PoolThread) -> None:
+    pool_thread.pool.unclaimed = [unclaimed("n1", 0)]
+    with Client(pool_thread.pool.address) as client:
+        assert [found.lease_id for found in client.unclaimed()] == ["l-old"]
+        client.end_unclaimed("n1", "l-old")
+        assert list(client.unclaimed()) == []
+
+
+def test_the_command_lists_unclaimed_work_and_ends_it(
+    pool_thread: PoolThread, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool_thread.pool.unclaimed = [unclaimed("n1", 0), replace(unclaimed("n1", 1), ending=True)]
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = run_with(["unclaimed", *words, "--address", pool_thread.pool.address])
+        return code, *capsys.readouterr()
+
+    code, output, errors = call("list")
+    assert (code, errors) == (0, "")
+    assert output.splitlines() == [
+        "NODE  LEASE  RANK   UID  STATE   DEVICES",
+        "n1    l-old     0  1001  kept    GPU-0",
+        "n1    l-old     1  1001  ending  GPU-1",
+    ]
+    first, second = json.loads(call("list", "-o", "json")[1])
+    assert (first["node_id"], first["rank"], first["ending"]) == ("n1", 0, False)
+    assert second["place"]["devices"][0]["device_uuid"] == "GPU-1"
+    assert call("end", "n1", "l-old") == (0, "l-old on n1 is ending\n", "")
+    code, output, errors = call("end", "n1", "l-old")
+    assert (code, output) == (ErrorKind.NOT_FOUND.value.exit_code, "")
+    assert "nothing to end" in errors
 
 
 def test_a_client_that_nobody_refers_to_ends_its_thread(pool_thread: PoolThread) -> None:
