@@ -172,6 +172,8 @@ class Link:
                 stream.cancel()
 
     async def _introduce(self, stream: Stream) -> Welcome:
+        # Nobody may be there: Hello is made for one who listens, and says what is now.
+        await stream.wait_for_connection()
         hello = hello_to_proto(self._user.hello())
         await _write(stream, node_pb2.ConnectRequest(hello=hello))
         message = await _read(stream)

@@ -29,6 +29,10 @@ Context = aio.ServicerContext[Any, Any]
 HELLO_S = 10.0
 """Longest time from the opening of a stream to its Hello."""
 
+HELLOS_AT_ONCE = 16
+"""Agents whose Hello is taken in at one time. After a restart a whole pool says hello at
+once; those that are in must not wait with their reports until the last one is."""
+
 log = structlog.stdlib.get_logger("agents")
 
 
@@ -46,25 +50,13 @@ class NodeService:
         self._keys = keys
         self._streams = streams
         self._telemetry = telemetry
+        self._hello_turn = asyncio.Semaphore(HELLOS_AT_ONCE)
 
     async def connect(self, requests: AsyncIterator[pb.ConnectRequest], context: Context) -> None:
         """Hello, then reports up and desired states down, until either side ends it."""
         message = await _first(requests)
-        hello = hello_from_proto(message)
-        check_inventory_size(hello.inventory, message.inventory.ByteSize(), "hello.inventory")
-        if hello.highest_epoch > EPOCH_MAX:
-            raise BadField("hello.highest_epoch", hello.highest_epoch, f"0..{EPOCH_MAX}")
-        stream = AgentStream(NodeId(hello.node_id), new_forward_key(), self._keys)
-        self._streams.add(stream)
-        stream.connection = self._engine.open_connection(stream)
-        self._engine.notify(
-            NodeConnected(
-                connection=stream.connection,
-                hello=hello,
-                forward_key=stream.forward_key,
-                unix_s=time.time(),
-            )
-        )
+        async with self._hello_turn:
+            stream = await self._enter(message)
         log.info("agent.connected", node=stream.node_id, peer=context.peer())
         reading = asyncio.create_task(self._read(requests, stream))
         try:
@@ -72,6 +64,29 @@ class NodeService:
         finally:
             reading.cancel()
             self._forget(stream)
+
+    async def _enter(self, message: pb.Hello) -> AgentStream:
+        """Takes in a Hello; returns once that is durable."""
+        hello = hello_from_proto(message)
+        check_inventory_size(hello.inventory, message.inventory.ByteSize(), "hello.inventory")
+        if hello.highest_epoch > EPOCH_MAX:
+            raise BadField("hello.highest_epoch", hello.highest_epoch, f"0..{EPOCH_MAX}")
+        stream = AgentStream(NodeId(hello.node_id), new_forward_key(), self._keys)
+        self._streams.add(stream)
+        stream.connection = self._engine.open_connection(stream)
+        connected = NodeConnected(
+            connection=stream.connection,
+            hello=hello,
+            forward_key=stream.forward_key,
+            unix_s=time.time(),
+        )
+        try:
+            await self._engine.tell(connected)
+        except asyncio.CancelledError:
+            # The agent went away before it was welcome; nobody else knows of the stream.
+            self._forget(stream)
+            raise
+        return stream
 
     def _forget(self, stream: AgentStream) -> None:
         reason = stream.end_reason or "the connection broke"

@@ -5,8 +5,8 @@ usage: python -m tests.benchmarks.failover [--agents N] [--rounds N] [--json FIL
 The benchmark starts the allocator again at once, as systemd would. A client asks for a
 whole GPU at the moment of the kill; its lease is active on a node whose agent has come
 back, confirmed its GPUs and prepared it. All agents run on this machine too, in a few
-processes, and share its cores with the allocator: on real hosts only the allocator's own
-part counts. Exits 1 when the median is over the limit of 1 s.
+processes of lower priority, and share its cores with the allocator: on real hosts only the
+allocator's own part counts. Exits 1 when the median is over the limit of 1 s.
 """
 
 import argparse
@@ -39,6 +39,7 @@ PATIENCE_S = 300.0
 LOOK_S = 0.1
 KIND = "dgx-h100"
 BATCH = 100
+FLEET_NICE = 10
 
 SELDOM_S = "600"
 """How often agents look at their GPUs unasked: the cores are for what is measured."""
@@ -118,7 +119,7 @@ class Bench:
         self.programs.stop()
 
     def _start_fleet(self, number: int, fleets: int) -> Program:
-        return self.programs.start(
+        fleet = self.programs.start(
             f"fleet-{number}",
             [
                 *("python", "-m", "gpupool_agent.simulated", "--allocator", self.address),
@@ -129,6 +130,9 @@ class Bench:
                 *("--inventory-period-s", SELDOM_S),
             ],
         )
+        # On real hosts a thousand agents that try to connect take nothing from the allocator.
+        os.setpriority(os.PRIO_PROCESS, fleet.process.pid, FLEET_NICE)
+        return fleet
 
     async def hold(self, leases: int) -> None:
         """Takes leases that are there before, during and after."""
