@@ -19,6 +19,7 @@ from gpupool_agent.local.door import DoorTakenError
 from gpupool_agent.log import configure_log
 from gpupool_agent.notify import notify
 from gpupool_agent.settings import AgentSettings, SettingsError, load_settings
+from gpupool_agent.signals import stop_on_signals
 
 EXIT_CANNOT_START = 1
 EXIT_SETTINGS = 78
@@ -87,10 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def serve(settings: AgentSettings, ready_file: Path | None) -> None:
     """Run an agent of this host until a signal ends it; what it prepared goes on."""
     agent = Agent(settings, real_adapters(settings.run_dir))
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    ended = stop_on_signals(signal.SIGTERM, signal.SIGINT)
     run = asyncio.create_task(agent.run())
     end = asyncio.create_task(ended.wait())
     begin = asyncio.create_task(agent.started.wait())

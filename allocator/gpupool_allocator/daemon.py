@@ -22,6 +22,7 @@ from gpupool_allocator.engine.feed import EventFeed
 from gpupool_allocator.metrics import Metrics
 from gpupool_allocator.rpc.server import GrpcServer
 from gpupool_allocator.settings import Address, AllocatorSettings
+from gpupool_allocator.signals import stop_on_signals
 from gpupool_allocator.storage import records
 from gpupool_allocator.storage.sqlite import SqliteStore
 from gpupool_allocator.storage.store import StoreFullError
@@ -103,22 +104,26 @@ class Office:
 
 
 async def serve_terms(settings: AllocatorSettings, ready_file: Path | None) -> None:
-    """Serves one term after the other, in one event loop: gRPC knows no second one.
+    """Serves until SIGTERM or SIGINT, one term after the other.
 
-    Raises as ``serve``.
+    In one event loop: gRPC knows no second one. Raises as ``serve``.
     """
-    outcome = await serve(settings, ready_file=ready_file)
+    # One event for all terms: a signal that comes between two of them ends the next.
+    stopping = stop_on_signals(signal.SIGTERM, signal.SIGINT)
+    outcome = await serve(settings, stopping, ready_file)
     while outcome is not None:
-        outcome = await serve(outcome.settings, ready_file=ready_file)
+        outcome = await serve(outcome.settings, stopping, ready_file)
 
 
-async def serve(settings: AllocatorSettings, *, ready_file: Path | None = None) -> Restart | None:
-    """Serves until SIGTERM or SIGINT (None) or until a new term is needed (Restart).
+async def serve(
+    settings: AllocatorSettings, stopping: asyncio.Event, ready_file: Path | None
+) -> Restart | None:
+    """Serves until ``stopping`` is set (None) or until a new term is needed (Restart).
 
     Ends the process with EXIT_CRASHED when the engine cannot go on. OSError and the
     store's errors: it cannot start.
     """
-    stop = _stop_signal()
+    stop = asyncio.create_task(stopping.wait())
     office = Office(settings)
     await office.begin()
     service = _Service(office, settings)
@@ -222,14 +227,6 @@ async def _watch_store(engine: Engine) -> None:
     while True:
         await asyncio.sleep(STORE_CHECK_S)
         await engine.check_store()
-
-
-def _stop_signal() -> "asyncio.Task[bool]":
-    loop = asyncio.get_running_loop()
-    event = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, event.set)
-    return asyncio.create_task(event.wait())
 
 
 def _announce(

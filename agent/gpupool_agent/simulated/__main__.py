@@ -20,12 +20,12 @@ from pathlib import Path
 import structlog
 
 from gpupool_agent.settings import AgentSettings, SettingsError, load_settings
+from gpupool_agent.signals import stop_on_signals
 from gpupool_agent.simulated.directory import ControlDirectory, DirectoryTakenError
 from gpupool_agent.simulated.fleet import Fleet
 from gpupool_agent.simulated.host import make_hosts
 from gpupool_agent.simulated.machine import machine_names
 from gpupool_agent.simulated.nvml_library import install
-from gpupool_agent.simulated.signals import stop_on_signals
 from gpupool_agent.simulated.specs import (
     NodeSpec,
     SpecError,
