@@ -45,12 +45,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"gpupool-allocator: {error}\n")
         return EXIT_BAD_SETTINGS
     if arguments.check:
-        for key, value in sorted(dataclasses.asdict(settings).items()):
-            shown = str(getattr(settings, key)) if isinstance(value, dict) else value
-            sys.stdout.write(f"{key} = {shown}\n")
+        _print_settings(settings)
         return 0
     _load_quickly()
     return _serve(settings, arguments.ready_file)
+
+
+def _print_settings(settings: AllocatorSettings) -> None:
+    try:
+        for key, value in sorted(dataclasses.asdict(settings).items()):
+            shown = str(getattr(settings, key)) if isinstance(value, dict) else value
+            sys.stdout.write(f"{key} = {shown}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has seen enough, as head has. What is still buffered goes nowhere,
+        # so that the interpreter does not complain about it either when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _load_quickly() -> None:

@@ -217,6 +217,24 @@ def test_bad_settings_exit_78_and_say_which(flag: str, named: str) -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_check_whose_reader_has_seen_enough_ends_quietly(unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "gpupool_allocator", "--check"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 def test_help_shows_examples_and_every_setting() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "gpupool_allocator", "--help"],
