@@ -107,6 +107,7 @@ class Calls:
     """What a client can call, over a connection of its own."""
 
     def __init__(self, address: str) -> None:
+        self._open: list[Any] = []
         options = [("grpc.use_local_subchannel_pool", 1)]
         self.channel = grpc.insecure_channel(address, options=options)
         self.leases: Any = lease_pb2_grpc.LeaseServiceStub(self.channel)
@@ -127,8 +128,8 @@ class Calls:
     def waits(self, request_id: str, spec: LeaseSpec) -> resources_pb2.Lease:
         """The first answer to a request that must wait; its call is left open."""
         call = self.ask(request_id, spec)
-        # Else the call would end with its last reference.
-        self._open = [*getattr(self, "_open", []), call]
+        # A call ends with its last reference.
+        self._open.append(call)
         lease: resources_pb2.Lease = next(call).lease
         assert lease.state == PENDING, lease
         return lease
@@ -173,14 +174,18 @@ class Session:
 
 
 class Fleet:
-    """One process of simulated hosts, each with a real agent."""
+    """One process of simulated hosts, each with a real agent.
+
+    ``program`` is what Python runs.
+    """
+
+    program: tuple[str, ...] = ("-m", "gpupool_agent.simulated")
 
     def __init__(self, folder: Path, address: str, nodes: Sequence[str], *flags: str) -> None:
         self.folder = folder
         self.address = address
         self.nodes = list(nodes)
         self.flags = flags
-        self.module = "gpupool_agent.simulated"
         self.ready: dict[str, Any] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -196,7 +201,7 @@ class Fleet:
         with (self.folder / "fleet.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", self.module, "--allocator", self.address),
+                    *(sys.executable, *self.program, "--allocator", self.address),
                     *("--control", self._control, "--ready-file", self._ready_file),
                     *[word for node in self.nodes for word in ("--node", node)],
                     *_FAST,
@@ -371,7 +376,8 @@ class Pool:
                 for share in member.place.devices:
                     shares[share.device_uuid].append(share)
             if lease.state == PENDING:
-                assert lease.explanation.summary and lease.explanation.causes, lease
+                assert lease.explanation.summary
+                assert lease.explanation.causes
                 assert not lease.members
                 assert lease.position > 0
         for uuid, granted in shares.items():

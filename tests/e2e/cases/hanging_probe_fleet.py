@@ -1,0 +1,18 @@
+"""A fleet whose MPS never answers the probe: every slice stays half prepared."""
+
+import asyncio
+import sys
+
+from gpupool.model.ids import DeviceUuid
+from gpupool_agent.devices.interfaces import SliceLimits
+from gpupool_agent.simulated.__main__ import main
+from gpupool_agent.simulated.mps import SimulatedMps
+
+
+async def _never(_mps: SimulatedMps, _gpu: DeviceUuid, _limits: SliceLimits) -> None:
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    SimulatedMps.probe = _never  # type: ignore[method-assign] # the planted fault
+    sys.exit(main())
