@@ -175,7 +175,7 @@ class Bench:
             killed_unix_s, killed_at = time.time(), time.monotonic()
             self.daemon.kill()
             allocator = self.daemon.launch()
-            granted_at = active_at = 0.0
+            granted_at, lease = 0.0, None
             calm = asyncio.create_task(self.until_calm())
             async for answer in leases.Acquire(
                 self._ask(WholeGpus(count=1)), wait_for_ready=True, timeout=PATIENCE_S
@@ -184,6 +184,7 @@ class Bench:
                 if lease.state in (LeaseState.GRANTED, LeaseState.ACTIVE):
                     granted_at = granted_at or time.monotonic()
             active_at = time.monotonic()
+            assert lease is not None
             assert lease.state is LeaseState.ACTIVE
             used = psutil.Process(allocator.pid).cpu_times()
             agents_at, gpus_at = await calm

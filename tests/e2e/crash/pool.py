@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -134,7 +134,7 @@ def wrong_when_calm(picture: Picture) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def crashing_pool(folder: Path) -> AsyncIterator[CrashingPool]:
+async def crashing_pool(folder: Path) -> AsyncGenerator[CrashingPool, None]:
     """A pool that serves, with all its hosts connected."""
     pool = CrashingPool(folder)
     try:
