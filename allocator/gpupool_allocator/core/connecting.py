@@ -34,13 +34,14 @@ def connect(state: State, event: NodeConnected, now: float) -> None:
     if refused is not None:
         state.out.tell(CloseConnection(connection=event.connection, refused=refused))
         return
-    if hello.highest_epoch > state.epoch:
+    if _has_heard_of_another_term(state, node, hello):
         state.out.tell(RaiseEpoch(above=hello.highest_epoch))
         return
     if node is None:
         node = _new_node(state, hello)
     elif node.connection is not None:
         _replace_stream(state, node)
+    node.welcomed = True
     rebooted = bool(node.boot_id) and node.boot_id != hello.boot_id
     node.connection = event.connection
     node.accepted_revision = 0
@@ -95,6 +96,17 @@ def _stream_refusal(node: NodeEntry | None, hello: Hello) -> Refused | None:
             "silent for the heartbeat timeout, before a second one is let in",
         )
     return None
+
+
+def _has_heard_of_another_term(state: State, node: NodeEntry | None, hello: Hello) -> bool:
+    """Whether this term's tokens and revisions may have been used by another one.
+
+    A store that was restored from a copy may come to an epoch for the second time: a node
+    knows it then without ever having been welcomed in it by us.
+    """
+    if hello.highest_epoch == state.epoch:
+        return node is None or not node.welcomed
+    return hello.highest_epoch > state.epoch
 
 
 def _new_node(state: State, hello: Hello) -> NodeEntry:

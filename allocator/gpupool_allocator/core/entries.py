@@ -163,7 +163,10 @@ class DeviceEntry:
 
 @dataclass(slots=True, kw_only=True)
 class NodeEntry:
-    """A node. ``connection`` None: not connected in this term, or cut off."""
+    """A node. ``connection`` None: not connected in this term, or cut off.
+
+    ``welcomed``: it has heard of this term's epoch from this very process.
+    """
 
     node_id: NodeId
     boot_id: str
@@ -171,6 +174,7 @@ class NodeEntry:
     agent_instance_id: str
     inventory: NodeInventory
     connection: ConnectionId | None = None
+    welcomed: bool = False
     last_seen_unix_s: float = 0.0
     revision: int = 0
     accepted_revision: int = 0

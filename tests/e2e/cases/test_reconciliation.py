@@ -137,6 +137,8 @@ def test_c73_work_that_a_restored_book_does_not_know_is_kept_and_blocks_its_gpus
         rest = pool.calls.acquire("rest", whole(1))
         mine = {*lease_devices(known), *lease_devices(rest)}
         assert not mine & set(lease_devices(lost))
+        # The term in which it was lost came a second time, and its tokens with it.
+        assert rest.members[0].token > lost.members[0].token
         waiting = pool.calls.waits("more", whole(1))
         ran = {each["lease_id"] for each in fleet.running()["n1"]}
         assert ran == {known.lease_id, lost.lease_id, rest.lease_id}

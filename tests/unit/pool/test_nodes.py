@@ -155,6 +155,27 @@ def test_a_node_that_heard_a_later_term_raises_the_epoch() -> None:
     assert effects == [RaiseEpoch(above=41)]
 
 
+def test_a_term_that_comes_a_second_time_with_a_restored_store_is_given_up() -> None:
+    world = World()
+    node = PlayedNode(NodeId("n1"), inventory("n1"), highest_epoch=world.epoch)
+    world.nodes[node.node_id] = node
+    effects = world.pool.handle(
+        NodeConnected(connection=ConnectionId(5), hello=node.hello()), world.now
+    )
+    assert effects == [RaiseEpoch(above=world.epoch)]
+
+
+def test_a_node_that_comes_back_in_its_term_raises_nothing() -> None:
+    world = World()
+    node = world.add_node("n1", gpus=1)
+    epoch = world.epoch
+    world.granted(whole(1))
+    assert node.highest_epoch == epoch
+    world.disconnect(node)
+    world.connect(node)
+    assert (world.epoch, node.highest_epoch) == (epoch, epoch)
+
+
 def test_work_that_a_restored_store_does_not_know_is_kept_until_an_operator_ends_it() -> None:
     world = World()
     node = world.add_node("n1", gpus=1)
