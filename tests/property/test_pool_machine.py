@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from tests.core_world import PlayedNode, World, inventory, part, spec, whole
 
 from gpupool.model.caller import ProcessRef
 from gpupool.model.event import Event
@@ -25,7 +26,6 @@ from gpupool.model.lease import ENDED, Lease, LeaseState
 from gpupool.model.request import LeaseSpec, Level, OnFailure, TopologyConstraint
 from gpupool_allocator.core.events import WritesAccepted, WritesRefused
 from gpupool_allocator.core.settings import PoolSettings
-from tests.core_world import PlayedNode, World, inventory, part, spec, whole
 
 NODES = {"n1": 4, "n10": 2, "n2": 1, "cpu": 0}
 

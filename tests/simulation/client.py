@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from tests.core_world import part, whole
+from tests.simulation.clock import Clock
+from tests.simulation.daemon import Daemon
+
 from gpupool.model.caller import Caller
 from gpupool.model.errors import Refused
 from gpupool.model.ids import CommandId, LeaseId, RequestId
@@ -9,9 +13,6 @@ from gpupool.model.lease import ENDED, Lease, LeaseState
 from gpupool.model.request import LeaseSpec, Level, OnFailure, TopologyConstraint
 from gpupool_allocator.core.effects import Answer, KeptAlive
 from gpupool_allocator.core.events import Acquire, CallEnded, KeepAlive, Release
-from tests.core_world import part, whole
-from tests.simulation.clock import Clock
-from tests.simulation.daemon import Daemon
 
 RETRY_S = 5.0
 TTL_S = 30.0
@@ -38,7 +39,7 @@ class Client:
 
     def _ask(self) -> None:
         """Asks, and asks again with the same id until there is an answer."""
-        if self.outcome or self.lease is not None and self.lease.state is LeaseState.ACTIVE:
+        if self.outcome or (self.lease is not None and self.lease.state is LeaseState.ACTIVE):
             return
         if self.daemon.serving and self.term != self.daemon.epoch:
             self.term = self.daemon.epoch

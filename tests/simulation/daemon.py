@@ -6,6 +6,10 @@ told; a crash after it keeps it, though nobody was told either.
 
 from collections.abc import Callable
 
+from tests.core_world import identity, stored
+from tests.simulation.clock import Clock
+from tests.simulation.wire import Link
+
 from gpupool.model.assignment import Hello, Report
 from gpupool.model.event import Event
 from gpupool.model.ids import CommandId, ConnectionId
@@ -31,9 +35,6 @@ from gpupool_allocator.core.events import (
 )
 from gpupool_allocator.core.pool import Pool
 from gpupool_allocator.core.settings import PoolSettings
-from tests.core_world import identity, stored
-from tests.simulation.clock import Clock
-from tests.simulation.wire import Link
 
 SETTINGS = PoolSettings(queue_max=50, ended_kept=200, reservation_s=3.0)
 

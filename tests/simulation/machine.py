@@ -4,7 +4,12 @@ Preparing takes a moment and sometimes fails. A prepared assignment is used by o
 process, which its holder ends some time after the lease began to end, as jobs do.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+
+from tests.core_world import inventory
+from tests.simulation.clock import Clock
+from tests.simulation.wire import Allocator, Link
 
 from gpupool.model.assignment import Assignment, AssignmentKey, DesiredState, Report, Welcome
 from gpupool.model.ids import ConnectionId, DeviceUuid, NodeId
@@ -34,9 +39,6 @@ from gpupool_agent.core.events import (
 )
 from gpupool_agent.core.node import Node
 from gpupool_agent.core.readings import DeviceProcess, DeviceState, DriverInventory, FailedDevice
-from tests.core_world import inventory
-from tests.simulation.clock import Clock
-from tests.simulation.wire import Allocator, Link
 
 IDLE_MIB = 500
 
@@ -107,11 +109,11 @@ class Machine:
                 case SaveCheckpoint(checkpoint=checkpoint):
                     self.checkpoint = checkpoint
                 case Prepare():
-                    self._later(node, lambda effect=effect: self._prepare(node, effect))
+                    self._later(lambda effect=effect: self._prepare(node, effect))
                 case CleanUp(assignment=assignment):
-                    self._later(node, lambda a=assignment: self._clean_up(node, a))
+                    self._later(lambda a=assignment: self._clean_up(node, a))
                 case ReadUsage():
-                    self._later(node, lambda: self._handle(node, self._usage()))
+                    self._later(lambda: self._handle(node, self._usage()))
                 case SendReport(report=report):
                     self._send(report)
                 case CloseConnection():
@@ -128,8 +130,7 @@ class Machine:
                 deadline - self.clock.now + 0.001, lambda: self._time_passed(node, deadline)
             )
 
-    def _later(self, node: Node, do: object) -> None:
-        assert callable(do)
+    def _later(self, do: Callable[[], None]) -> None:
         self.clock.after(self.clock.chance.uniform(0.001, 0.2), do)
 
     def _time_passed(self, node: Node, deadline: float) -> None:

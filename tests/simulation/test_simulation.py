@@ -8,14 +8,14 @@ A failure names its seed; `SIMULATION_SEED=n pytest tests/simulation` replays it
 import os
 
 import pytest
-
-from gpupool.model.ids import CommandId
-from gpupool.model.lease import ENDED, Lease, LeaseState
-from gpupool_allocator.core.effects import Answer
 from tests.simulation.client import Client, some_spec
 from tests.simulation.clock import Clock
 from tests.simulation.daemon import Daemon
 from tests.simulation.machine import Machine
+
+from gpupool.model.ids import CommandId
+from gpupool.model.lease import ENDED, Lease, LeaseState
+from gpupool_allocator.core.effects import Answer
 
 HOSTS = {"n1": 4, "n2": 4, "n10": 4, "n3": 2, "n4": 1}
 FAULTY_S = 150.0

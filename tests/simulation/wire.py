@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from tests.simulation.clock import Clock
+
 from gpupool.model.assignment import DesiredState, Hello, Report, Welcome
 from gpupool.model.ids import ConnectionId
-from tests.simulation.clock import Clock
 
 
 class Link:
