@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,6 +101,13 @@ def request(
 def lease_devices(lease: resources_pb2.Lease) -> list[str]:
     """UUIDs that a lease holds, by rank."""
     return [share.device_uuid for member in lease.members for share in member.place.devices]
+
+
+def details_of(error: grpc.RpcError) -> str:
+    """What a refused call was told."""
+    details = error.details()
+    assert details is not None
+    return details
 
 
 class Calls:
@@ -442,7 +449,7 @@ def check_device(device: pool_pb2.DeviceStatus, granted: list[resources_pb2.Devi
 @contextmanager
 def running_pool(
     folder: Path, *nodes: str, daemon: type[Daemon] = Daemon, alarms: int = 0, **settings: object
-) -> Iterator[Pool]:
+) -> Generator[Pool]:
     """A pool for the block; checked and drained at its end, and ended whatever happens.
 
     ``settings`` are the allocator's; ``alarms`` is how many kinds of them the case causes.

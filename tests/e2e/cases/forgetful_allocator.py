@@ -9,19 +9,18 @@ from typing import Any
 
 from gpupool_allocator.__main__ import main
 from gpupool_allocator.core import granting
-from gpupool_allocator.core.placement import Plan
+from gpupool_allocator.core.placement import Plan, plan
 
-_PLAN = granting.plan
 _first: list[Plan] = []
 
 
 def _first_plan_again(*asked: Any, **how: Any) -> Any:
-    found = _PLAN(*asked, **how)
+    found = plan(*asked, **how)
     if isinstance(found, Plan):
         _first.append(found)
     return _first[0] if _first else found
 
 
 if __name__ == "__main__":
-    granting.plan = _first_plan_again  # type: ignore[assignment] # the planted bug
+    setattr(granting, plan.__name__, _first_plan_again)
     sys.exit(main())

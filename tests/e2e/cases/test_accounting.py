@@ -9,6 +9,7 @@ from tests.e2e.pool_fixture import (
     PENDING,
     Pool,
     custom,
+    details_of,
     eventually,
     part,
     running_pool,
@@ -75,7 +76,7 @@ def test_c10_a_gpu_of_unknown_memory_takes_percentages_and_no_sizes(tmp_path: Pa
             with pytest.raises(grpc.RpcError) as refused:
                 pool.calls.acquire("size", spec)
             assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "memory_unknown" in refused.value.details()
+            assert "memory_unknown" in details_of(refused.value)
         assert pool.summary().waiting == 0
         assert pool.calls.acquire("rest", part(70)).state == ACTIVE
 

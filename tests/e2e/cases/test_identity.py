@@ -8,6 +8,7 @@ from tests.e2e.pool_fixture import (
     ACTIVE,
     PENDING,
     custom,
+    details_of,
     eventually,
     lease_devices,
     part,
@@ -104,7 +105,7 @@ def test_c64_holds_cover_the_node_or_gpu_that_they_name_and_its_twins_not(tmp_pa
                 pool.calls.pool.CreateHold(
                     pool_pb2.CreateHoldRequest(request_id=f"h-{target}", hold=twin)
                 )
-            assert "hold.target" in refused.value.details()
+            assert "hold.target" in details_of(refused.value)
         pool.calls.pool.DeleteHold(pool_pb2.DeleteHoldRequest(hold_id=made.hold_id))
         eventually("the waiting one", lambda: pool.leases(PENDING) == [])
 

@@ -206,7 +206,7 @@ async def test_c79_a_prepare_that_arrives_after_the_release_is_refused_by_a_tomb
 class HangingFleet(Fleet):
     """Hosts on which every slice stays half prepared."""
 
-    program = (str(HANGING),)
+    program: tuple[str, ...] = (str(HANGING),)
 
 
 def test_c79_half_a_prepare_is_rolled_back_when_its_agent_is_killed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from tests.e2e.pool_fixture import (
     PENDING,
     Pool,
     custom,
+    details_of,
     eventually,
     lease_devices,
     running_pool,
@@ -91,6 +92,6 @@ def test_c70_an_id_that_is_used_for_something_else_is_a_conflict(tmp_path: Path)
         made = pool.calls.acquire("mine", whole(1))
         with pytest.raises(grpc.RpcError) as refused:
             pool.calls.acquire("mine", whole(2))
-        assert "request_id" in refused.value.details()
+        assert "request_id" in details_of(refused.value)
         assert pool.calls.acquire("mine", whole(1)).lease_id == made.lease_id
         assert pool.summary().devices_used == 1

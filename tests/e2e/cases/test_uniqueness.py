@@ -14,6 +14,7 @@ from tests.e2e.pool_fixture import (
     Calls,
     Pool,
     custom,
+    details_of,
     drawn,
     part,
     running_pool,
@@ -56,7 +57,7 @@ def test_c04_a_place_that_is_proposed_twice_is_refused_with_an_alarm(tmp_path: P
         for _ in range(3):
             with pytest.raises(grpc.RpcError) as refused:
                 pool.calls.acquire("second", whole(1), wait_s=0)
-            assert "internal: " in refused.value.details()
+            assert "internal: " in details_of(refused.value)
         assert pool.alarms() == ['gpupool_alarms_total{code="plan_rejected"} 3.0']
         assert "plan_rejected" in pool.daemon.log()
         assert pool.calls.get(first.lease_id).state == ACTIVE
@@ -94,7 +95,7 @@ def _keep_busy(calls: Calls, seed: int) -> int:
             held.append(calls.acquire(f"{seed}-{number}", spec, wait_s=0).lease_id)
             granted += 1
         except grpc.RpcError as refused:
-            if refused.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:  # type: ignore[attr-defined] # a call too
+            if refused.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
         if held and draw.random() < 0.5:
             calls.release(held.pop(draw.randrange(len(held))))
