@@ -67,6 +67,7 @@ def _finish_when_empty(state: State, lease: LeaseEntry) -> None:
 
 def _finish(state: State, lease: LeaseEntry, final: LeaseState, cause: str) -> None:
     lease.state = final
+    lease.end_unix_s = state.out.unix_s
     lease.generation += 1
     lease.explanation = Explanation(summary=cause)
     state.out.record(f"lease.{final}", lease.lease_id, cause)

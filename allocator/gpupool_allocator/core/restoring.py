@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from gpupool.model.hold import Hold
-from gpupool.model.ids import NodeId
+from gpupool.model.ids import LeaseId, NodeId
 from gpupool.model.inventory import NodeInventory, NodeRecord
-from gpupool.model.lease import Lease, LeaseState, MemberState
+from gpupool.model.lease import ENDED, Lease, LeaseState, MemberState
 from gpupool_allocator.core.books import BookingError
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.connecting import wait_for_holders
@@ -41,7 +41,7 @@ def rebuild(state: State, restored: Restored, now: float, unix_s: float) -> None
     """Builds the pool from its records; no node is offered until it has spoken."""
     for node in restored.nodes:
         _add_node(state, node.node_id, node)
-    for lease in sorted(restored.leases, key=lambda lease: (lease.create_unix_s, lease.lease_id)):
+    for lease in sorted(restored.leases, key=_age):
         _add_lease(state, lease, now, unix_s)
     for hold in restored.holds:
         state.holds[hold.hold_id] = hold
@@ -54,6 +54,13 @@ def rebuild(state: State, restored: Restored, now: float, unix_s: float) -> None
         state.apply_holds(node_id)
         book_unclaimed(state, node_id)
         wait_for_holders(state, entry, now)
+
+
+def _age(lease: Lease) -> tuple[float, LeaseId]:
+    """Waiting leases queue in the order they came, ended ones are forgotten as they ended."""
+    if lease.state in ENDED and lease.end_unix_s is not None:
+        return lease.end_unix_s, lease.lease_id
+    return lease.create_unix_s, lease.lease_id
 
 
 def _add_node(state: State, node_id: NodeId, record: NodeRecord | None) -> None:

@@ -113,6 +113,7 @@ class Lease:
     """A granted or waiting request, as seen at one moment.
 
     Times ending in ``_unix_s`` are wall time, for people and records only.
+    ``end_unix_s`` is when it ended, or before that when its max_duration ends it.
     ``ttl_s`` is None for a process-bound lease, ``process`` for a TTL lease.
     ``ending_as`` is the final state that a releasing lease is on its way to.
     """

@@ -803,7 +803,7 @@ class Lease(_message.Message):
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
-        """When its max_duration ends it; unset: no such limit."""
+        """When it ended, or before that when its max_duration ends it; unset: no such limit."""
 
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:

@@ -5,6 +5,7 @@ from tests.core_world import World, part, whole
 from gpupool.model.errors import ErrorKind
 from gpupool.model.lease import LeaseState
 from gpupool_allocator.core.events import WritesAccepted, WritesRefused
+from gpupool_allocator.core.settings import PoolSettings
 
 
 def test_leases_live_through_a_restart_with_their_full_ttl() -> None:
@@ -110,3 +111,18 @@ def test_nothing_is_written_while_the_store_refuses_and_nothing_is_lost() -> Non
     world.settle()
     stored = world.store["lease", lease.lease_id]
     assert getattr(stored, "state", None) is LeaseState.RELEASED
+
+
+def test_after_a_restart_the_lease_that_ended_first_is_forgotten_first() -> None:
+    world = World()
+    world.add_node("n1")
+    first_made, last_made = world.granted(whole(1)), world.granted(whole(1))
+    world.advance(1)
+    for lease in (last_made, first_made):
+        world.release(lease)
+        world.settle()
+        world.advance(1)
+    world.settings = PoolSettings(ended_kept=1)
+    world.restart()
+    assert world.pool.lease(last_made.lease_id) is None
+    assert world.now_lease(first_made).state is LeaseState.RELEASED
