@@ -119,7 +119,8 @@ def _wrong_entry(entry: Entry, stored: Mapping[RequestId, Lease]) -> Iterator[st
     told = entry.told
     if lease is None:
         if told is not None or entry.lease_id is not None:
-            yield f"{entry.request_id} is lost, its client was told: {told}"
+            asked = ", and then asked to release it" if entry.release_asked else ""
+            yield f"{entry.request_id} is lost, its client was told{asked}: {told}"
         return
     if entry.refused:
         if lease.state not in ENDED:
