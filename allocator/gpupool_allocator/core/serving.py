@@ -6,6 +6,7 @@ but not this one gets a hold on the nodes where it will fit soonest, so that a s
 of smaller requests cannot starve it.
 """
 
+from itertools import islice
 from math import inf
 
 from gpupool.model.ids import HoldId, LeaseId, NodeId
@@ -36,17 +37,24 @@ def serve(state: State, now: float) -> None:
         return
     if state.read_only:
         return
-    left_queue = state.queue_changed
+    order_changed = state.queue_changed
     state.queue_changed = False
     for _ in range(ROUNDS_MAX):
         freed, state.freed = list(state.freed), {}
-        left_queue = _one_pass(state, freed, now) or left_queue
-        if left_queue or state.reserved_for is None:
+        granted = _one_pass(state, freed, now)
+        order_changed = order_changed or granted
+        # A request that comes or goes behind the heads changes nothing for them.
+        if granted or _heads(state) != state.heads or (freed and state.reserved_for is None):
             _choose_reservation(state, now)
         if not state.freed:
             break
-    if left_queue:
+    if order_changed:
         _tell_positions(state)
+
+
+def _heads(state: State) -> tuple[LeaseId, ...]:
+    """Waiting requests that may have places kept for them."""
+    return tuple(islice(state.queue, HEADS_TRIED_MAX))
 
 
 def _tell_positions(state: State) -> None:
@@ -61,6 +69,8 @@ def _tell_positions(state: State) -> None:
 def _one_pass(state: State, freed: list[NodeId], now: float) -> bool:
     """Tries every waiting request once; True when one left the queue."""
     granted = False
+    if not freed:
+        return granted  # an arrival lets in nobody who waits already
     for lease_id in list(state.queue):
         lease = state.leases[lease_id]
         through = passes(state, lease.spec, lease_id, now)
@@ -91,7 +101,8 @@ def _choose_reservation(state: State, now: float) -> None:
 
     # Places kept for the present head are no obstacle to a better one.
     kept = {queue_hold_id(state.reserved_for)} if state.reserved_for is not None else set[HoldId]()
-    for lease_id, _ in zip(state.queue, range(HEADS_TRIED_MAX), strict=False):
+    state.heads = _heads(state)
+    for lease_id in state.heads:
         head = state.leases[lease_id]
         through = passes(state, head.spec, lease_id, now) | kept
         at, nodes = soonest(state.books, head.spec, ends, now, through)

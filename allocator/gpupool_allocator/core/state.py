@@ -37,6 +37,7 @@ class State:
 
     ``fits_store``: a lease with these members can be stored as one record.
     ``freed``: nodes on which something became available during this event.
+    ``heads``: the waiting requests that were asked last whether to keep places for them.
     ``changed_nodes``: nodes whose desired state must be sent.
     ``changed_leases``: leases to be stored; those in ``told`` are also shown to
     their listeners.
@@ -58,6 +59,7 @@ class State:
     holds: dict[HoldId, Hold] = field(default_factory=dict[HoldId, Hold])
     reserved: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
     reserved_for: LeaseId | None = None
+    heads: tuple[LeaseId, ...] = ()
     reserved_until: float = 0.0
     unclaimed: dict[AssignmentKey, UnclaimedRecord] = field(
         default_factory=dict[AssignmentKey, UnclaimedRecord]
