@@ -32,7 +32,8 @@ class Books:
         if not 1 <= grain_pct <= 100:
             raise ValueError(f"grain_pct: {grain_pct} is outside 1..100")
         self.grain_pct = grain_pct
-        self.index = ShapeIndex()
+        self._index = ShapeIndex()
+        self._stale: dict[int, NodeCapacity] = {}
         self._nodes: dict[NodeId, NodeCapacity] = {}
         self._by_number: dict[int, NodeCapacity] = {}
         self._free_numbers: list[int] = []
@@ -41,6 +42,12 @@ class Books:
         self._held_devices: dict[HoldId, dict[DeviceUuid, NodeCapacity]] = {}
         self._totals = NOTHING
         self._totals_of: dict[NodeId, Totals] = {}
+
+    @property
+    def index(self) -> ShapeIndex:
+        """Which nodes look alike for a request."""
+        self._catch_up()
+        return self._index
 
     # -- what there is ---------------------------------------------------------
 
@@ -98,7 +105,7 @@ class Books:
         for device in node.devices.values():
             self._note_holds(node, device, frozenset())
             del self._devices[device.device.uuid]
-        self.index.forget(node)
+        self.index.forget(node)  # which has caught up with what it forgets
         self._totals = self._totals.replaced(self._totals_of.pop(node.node_id, NOTHING), NOTHING)
         del self._nodes[node_id]
         del self._by_number[node.number]
@@ -184,6 +191,7 @@ class Books:
             node.recount()
         self._homes[key] = node
         self._capacity_changed(node)
+        self._catch_up()
 
     def unbook(self, key: AssignmentKey) -> Place:
         """Takes a grant back; BookingError where there is none."""
@@ -192,6 +200,7 @@ class Books:
             raise BookingError(f"{key} is not booked")
         booking = node.give(key)
         self._capacity_changed(node)
+        self._catch_up()
         return booking.place
 
     # -- reading ---------------------------------------------------------------
@@ -266,6 +275,7 @@ class Books:
 
     def totals(self) -> Totals:
         """Sums over the pool."""
+        self._catch_up()
         return self._totals
 
     def place_of(self, key: AssignmentKey) -> Place | None:
@@ -309,13 +319,23 @@ class Books:
     # -- inside ----------------------------------------------------------------
 
     def _capacity_changed(self, node: NodeCapacity) -> None:
-        """Lets the index and the totals follow what a node has and what is granted of it."""
-        self.index.refresh(node)
-        self._recount(node)
+        """Lets the index and the totals follow what a node has and what is granted of it.
+
+        After a booking they do at once, so that the next decision does not wait for it, else
+        when they are next looked at: a Hello changes every device of its node.
+        """
+        self._stale[node.number] = node
+
+    def _catch_up(self) -> None:
+        if self._stale:
+            for node in self._stale.values():
+                self._index.refresh(node)
+                self._recount(node)
+            self._stale.clear()
 
     def _access_changed(self, node: NodeCapacity) -> None:
         """Lets the index and the totals follow whether a node may be used at all."""
-        self.index.refresh_access(node)
+        self._index.refresh_access(node)
         self._recount(node)
 
     def _recount(self, node: NodeCapacity) -> None:
@@ -331,7 +351,7 @@ class Books:
         known = node.devices
         node.devices = {}
         for device in sorted(inventory.devices, key=lambda each: each.index):
-            kind = self.index.kind_of(device)
+            kind = self._index.kind_of(device)
             capacity = known.pop(device.uuid, None)
             if capacity is None:
                 capacity = DeviceCapacity(device, node.node_id, kind)

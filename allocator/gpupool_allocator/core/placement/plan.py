@@ -15,7 +15,7 @@ from gpupool.model.limits import MEMBERS_MAX
 from gpupool.model.request import LeaseSpec, Level, TopologyConstraint
 from gpupool_allocator.core.books import Books
 from gpupool_allocator.core.capacity import NodeCapacity
-from gpupool_allocator.core.placement.fit import Parts, Rank, UnitFit, fit_unit, take
+from gpupool_allocator.core.placement.fit import Parts, Rank, UnitFit, fit, fit_unit, take
 from gpupool_allocator.core.placement.need import Need, asks_the_unknown, needs_of
 from gpupool_allocator.core.placement.reasons import Shortfall, explanation_of
 from gpupool_allocator.core.placement.search import Effort, candidates, host_masks, may_take
@@ -92,6 +92,8 @@ def plan(
     needs = needs_of(books.index, spec)
     effort = Effort()
     shortfall: Shortfall | None = None
+    if len(needs) == 1 and spec.groups[0].replicas == 1:
+        return _plan_one(books, needs[0], passes, allowed, effort)
     for runs in _attempts(books, spec, needs):
         trial = _Trial()
         failed = _place_all(books, spec, runs, passes, allowed, trial, effort)
@@ -102,6 +104,44 @@ def plan(
     return Unplaced(
         explanation=explanation_of(books, shortfall, passes),
         never=_is_hopeless(books, spec, runs_of(spec, needs)),
+        nodes_touched=effort.looked,
+    )
+
+
+def _plan_one(
+    books: Books,
+    need: Need,
+    passes: frozenset[HoldId],
+    allowed: int,
+    effort: Effort,
+) -> Plan | Unplaced:
+    """Places a single member: the tightest node that takes it, without any trial.
+
+    Most requests are such; no constraint between members can bind them.
+    """
+    parts = ((need, 1),)
+    within = allowed
+    if need.group.node_selectors:
+        within = books.index.labels.passing(within, need.group.node_selectors)
+    for number in candidates(books, parts, within, passes, effort):
+        effort.looked += 1
+        found = fit(books.node_numbered(number), need, passes)
+        if found is not None:
+            member = PlannedMember(group=need.group.name, index=0, rank=0, place=found.place)
+            return Plan(members=(member,), nodes_touched=effort.looked)
+        effort.failed += 1
+    shortfall = Shortfall(
+        parts=parts,
+        placed=0,
+        wanted=1,
+        used=frozenset(),
+        excluded=books.index.reachable(passes) & ~allowed,
+        spread_max=None,
+        bounded=effort.bounded,
+    )
+    return Unplaced(
+        explanation=explanation_of(books, shortfall, passes),
+        never=asks_the_unknown(books.index, need),
         nodes_touched=effort.looked,
     )
 

@@ -47,8 +47,10 @@ class Effort:
 
 def host_masks(index: ShapeIndex, parts: Parts) -> tuple[int, int]:
     """Nodes that may have the CPU and host memory of all parts, and that surely do."""
-    cpu = sum(need.group.cpu_milli * count for need, count in parts)
-    memory = sum(need.group.host_memory_mib * count for need, count in parts)
+    cpu = memory = 0
+    for need, count in parts:
+        cpu += need.group.cpu_milli * count
+        memory += need.group.host_memory_mib * count
     maybe_cpu, sure_cpu = index.free_cpu_milli.reach(cpu)
     maybe_memory, sure_memory = index.free_host_memory_mib.reach(memory)
     return maybe_cpu & maybe_memory, sure_cpu & sure_memory
