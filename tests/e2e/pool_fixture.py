@@ -43,7 +43,8 @@ ENDED = frozenset(
 PENDING = resources_pb2.LEASE_STATE_PENDING
 ACTIVE = resources_pb2.LEASE_STATE_ACTIVE
 
-_FAST = ("--usage-period-s", "0.2", "--inventory-period-s", "0.5", "--telemetry-period-s", "5")
+POLLS_PER_S = 100
+"""Readings of simulated GPUs in a second: more would only keep a small machine busy."""
 
 Found = TypeVar("Found")
 
@@ -211,7 +212,7 @@ class Fleet:
                     *(sys.executable, *self.program, "--allocator", self.address),
                     *("--control", self._control, "--ready-file", self._ready_file),
                     *[word for node in self.nodes for word in ("--node", node)],
-                    *_FAST,
+                    *self._periods(),
                     *self.flags,
                 ],
                 stdout=log,
@@ -250,6 +251,12 @@ class Fleet:
     def log(self) -> str:
         """All that it has said."""
         return (self.folder / "fleet.log").read_text()
+
+    def _periods(self) -> list[str]:
+        """How often its agents look: as fast as a test likes it, slower where they are many."""
+        usage_s = max(0.2, len(self.nodes) / POLLS_PER_S)
+        periods_s = {"usage": usage_s, "inventory": 3 * usage_s, "telemetry": 5.0}
+        return [word for name, s in periods_s.items() for word in (f"--{name}-period-s", f"{s:g}")]
 
     @property
     def _control(self) -> Path:
