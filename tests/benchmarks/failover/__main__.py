@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -245,6 +246,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
+    # Ended by a time limit, it must not leave a thousand agents behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="gpupool-failover-") as folder:
         bench = Bench(Path(folder), options.agents)
         try:
