@@ -41,6 +41,7 @@ LOOK_S = 0.1
 KIND = "dgx-h100"
 BATCH = 100
 FLEET_NICE = 10
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 SELDOM_S = "600"
 """How often agents look at their GPUs unasked: the cores are for what is measured."""
@@ -247,7 +248,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     # Ended by a time limit, it must not leave a thousand agents behind.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="gpupool-failover-") as folder:
         bench = Bench(Path(folder), options.agents)
         try:
@@ -256,6 +258,8 @@ def main() -> int:
             print(f"{options.agents} agents connected in {time.monotonic() - begun_s:.1f} s")
             measured = asyncio.run(measure(bench, options.rounds, options.leases))
         finally:
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
             bench.stop()
     median_s = show(measured)
     if options.json:
