@@ -1,6 +1,7 @@
 """The agent's settings: a TOML file, then GPUPOOL_AGENT_* in the environment, then flags."""
 
 import ipaddress
+import os
 import re
 import socket
 import tomllib
@@ -14,6 +15,9 @@ ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9
 ENVIRONMENT_PREFIX = "GPUPOOL_AGENT_"
 STATE_DIR = Path("/var/lib/gpupool-agent")
 RUN_DIR = Path("/run/gpupool")
+SOCKET_PATH_BYTES_MAX = 107
+"""Longest path of a Unix socket, unix(7): 108 bytes with the one that ends it."""
+
 SOCKET = RUN_DIR / "agent.sock"
 LABELS_MAX = 64
 LABEL_CHARS_MAX = 253
@@ -109,6 +113,12 @@ class AgentSettings:
             "local_connections_max",
             self.local_connections_max,
             "1..4096",
+        )
+        _check(
+            self.socket is None or len(os.fsencode(self.socket)) <= SOCKET_PATH_BYTES_MAX,
+            "socket",
+            self.socket,
+            f"a path of at most {SOCKET_PATH_BYTES_MAX} bytes",
         )
         _check(
             len(self.labels) <= LABELS_MAX,

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -71,9 +72,15 @@ def test_the_trace_is_granted_kept_and_given_back_with_every_check_passed(tmp_pa
 
 @pytest.mark.timeout(150)
 def test_ctrl_c_ends_everything_that_the_benchmark_started(tmp_path: Path) -> None:
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    # Its own folder, and a short one: paths of sockets are.
+    with tempfile.TemporaryDirectory(prefix="gp-") as short:
+        _interrupt(tmp_path, Path(short))
+
+
+def _interrupt(trace: Path, folder: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(folder)}
     process = subprocess.Popen(
-        command(tmp_path), cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment
+        command(trace), cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment
     )
     try:
         assert process.stdout is not None
@@ -84,7 +91,7 @@ def test_ctrl_c_ends_everything_that_the_benchmark_started(tmp_path: Path) -> No
         process.communicate(timeout=60)
         assert process.returncode == 130
         assert psutil.wait_procs(children, timeout=10)[1] == []
-        assert list(tmp_path.glob("gpupool-openb-*")) == []
+        assert list(folder.glob("gpupool-openb-*")) == []
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

@@ -21,7 +21,11 @@ import structlog
 
 from gpupool_agent.settings import AgentSettings, SettingsError, load_settings
 from gpupool_agent.signals import stop_on_signals
-from gpupool_agent.simulated.directory import ControlDirectory, DirectoryTakenError
+from gpupool_agent.simulated.directory import (
+    ControlDirectory,
+    ControlPathError,
+    DirectoryTakenError,
+)
 from gpupool_agent.simulated.fleet import Fleet
 from gpupool_agent.simulated.host import make_hosts
 from gpupool_agent.simulated.machine import machine_names
@@ -48,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         specs, settings = _specs(arguments), _settings(arguments)
         with _directory(arguments.control) as directory:
             return asyncio.run(_run(arguments, specs, settings, directory))
-    except (SpecError, SettingsError, DirectoryTakenError, OSError) as error:
+    except (SpecError, SettingsError, DirectoryTakenError, ControlPathError, OSError) as error:
         print(f"fleet: {error}", file=sys.stderr)
         return 1
 

@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-SOCKET_NAME = "control.sock"
+from gpupool_agent.simulated.directory import SOCKET_NAME
+
 LINE_BYTES_MAX = 65536
 TIMEOUT_S = 60.0
 """How long a command may take: a reboot ends and starts an agent."""

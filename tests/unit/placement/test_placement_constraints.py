@@ -364,3 +364,20 @@ def test_an_excluded_node_is_no_place_and_is_named_as_the_reason() -> None:
     none = plan(books, ask(whole()), exclude=frozenset({NodeId("a"), NodeId("b")}))
     assert isinstance(none, Unplaced)
     assert codes_of(none) == {"faulty"}
+
+
+def test_a_group_that_must_spread_is_never_put_on_one_node() -> None:
+    """Wanted on one node and spread over nodes at once: a contradiction, or a wish given up."""
+    books = pool("n1", "n2")
+    spread = TopologyConstraint(spread=Level.NODE)
+    group = Group(replicas=2, accelerator=whole(1), topology=spread)
+    required = LeaseSpec(groups=(group,), topology=TopologyConstraint(required=Level.NODE))
+    refused = plan(books, required)
+    assert isinstance(refused, Unplaced)
+    assert refused.never
+    assert "spread" in {cause.code for cause in refused.explanation.causes}
+    preferred = LeaseSpec(groups=(group,), topology=TopologyConstraint(preferred=Level.NODE))
+    found = plan(books, preferred)
+    assert isinstance(found, Plan)
+    assert {member.place.node_id for member in found.members} == {"n1", "n2"}
+    assert validate(books, preferred, found) is None

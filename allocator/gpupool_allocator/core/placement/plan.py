@@ -153,7 +153,8 @@ def runs_of(spec: LeaseSpec, needs: tuple[Need, ...], *, preferred: bool = False
     """
     if _on_one_node(spec.topology, preferred):
         size = sum(group.replicas for group in spec.groups)
-        return [Run(tuple((need, need.group.replicas) for need in needs), 1, None, size)]
+        parts = tuple((need, need.group.replicas) for need in needs)
+        return [Run(parts, 1, _forbidden_above(spec), size)]
     runs: list[Run] = []
     for need in needs:
         topology = need.group.topology
@@ -164,6 +165,19 @@ def runs_of(spec: LeaseSpec, needs: tuple[Need, ...], *, preferred: bool = False
         else:
             runs.append(Run(((need, 1),), replicas, spread, 1))
     return runs
+
+
+def _forbidden_above(spec: LeaseSpec) -> int | None:
+    """Members that one node may have, where a group may not have all of its own on one."""
+    return min(
+        (
+            group.topology.max_per_domain
+            for group in spec.groups
+            if group.topology.spread is Level.NODE
+            and group.replicas > group.topology.max_per_domain
+        ),
+        default=None,
+    )
 
 
 def _on_one_node(topology: TopologyConstraint, preferred: bool) -> bool:
