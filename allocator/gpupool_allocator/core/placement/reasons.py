@@ -83,16 +83,17 @@ def explanation_of(books: Books, shortfall: Shortfall, passes: frozenset[HoldId]
     if not index.known:
         return Explanation(summary="the pool has no nodes", nearest_change="add a node")
     funnel = _Funnel(index.known)
-    funnel.keep(index.offered, "unreachable", "nodes that are not connected",
-                "nodes that are not connected come back")  # fmt: skip
-    funnel.keep(index.reachable(passes), HELD, "nodes under a hold", "remove a hold on a node")
-    text = "nodes that have failed to prepare this request"
-    funnel.rule_out(shortfall.excluded, "faulty", text, "add a node")
+    # First what never changes by itself: a node that is not meant is no reason to wait.
     for part, _ in shortfall.parts:
         for selector in part.group.node_selectors:
             passing = index.labels.passing(index.known, (selector,))
             funnel.keep(passing, "label", f"nodes that fail the test on label {selector.key}",
                         f"relax the test on label {selector.key}")  # fmt: skip
+    funnel.keep(index.offered, "unreachable", "nodes that are not connected",
+                "nodes that are not connected come back")  # fmt: skip
+    funnel.keep(index.reachable(passes), HELD, "nodes under a hold", "remove a hold on a node")
+    text = "nodes that have failed to prepare this request"
+    funnel.rule_out(shortfall.excluded, "faulty", text, "add a node")
     for part, count in shortfall.parts:
         _rule_out_devices(books, funnel, part, count, passes)
     _rule_out_host(index, funnel, shortfall.parts)
