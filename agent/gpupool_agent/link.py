@@ -103,11 +103,10 @@ class Link:
 
     async def run(self) -> None:
         """Connect, and connect again, until cancelled."""
-        failures, told = 0, ""
+        failures, told, spread_s = 0, "", 0.0
         while True:
             address = self._addresses[failures % len(self._addresses)]
             why = await self._attempt(address)
-            spread_s = 0.0
             if self.welcome is not None:
                 spread_s = self.welcome.reconnect_spread_s
                 self.welcome = None
@@ -116,11 +115,19 @@ class Link:
             if why != told:
                 self._log.warning("allocator.unreachable", address=address, reason=why)
                 told = why
-            bound_s = min(RETRY_S_MAX, RETRY_S_MIN * 2 ** min(failures, 16))
+            await asyncio.sleep(self._pause_s(failures, spread_s))
             failures += 1
-            await asyncio.sleep(
-                self._random.uniform(bound_s / 2, bound_s) + self._random.uniform(0, spread_s)
-            )
+
+    def _pause_s(self, failures: int, spread_s: float) -> float:
+        """Time to the next attempt.
+
+        All agents of the pool lose their allocator at once, so they spread their first
+        attempts, and the later ones while it is away.
+        """
+        if failures == 0:
+            return self._random.uniform(RETRY_S_MIN / 2, RETRY_S_MIN + spread_s)
+        bound_s = min(max(RETRY_S_MAX, spread_s), RETRY_S_MIN * 2.0 ** min(failures, 16))
+        return self._random.uniform(bound_s / 2, bound_s)
 
     def send(self, report: Report) -> None:
         """Send a report after those before it; dropped while there is no connection."""

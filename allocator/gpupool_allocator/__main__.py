@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpupool import __version__
@@ -30,7 +30,8 @@ flags; the last one wins. A flag's key with '_' for '-' is its key in the file.
 exit codes:
   0   stopped by SIGTERM or SIGINT
   1   cannot start: port taken, store locked by another allocator, store unreadable
-  70  ended itself, to start anew from the store (a restart is safe)
+  70  crashed, to go on from the store (a restart is safe); with keeper = true only when
+      it had not served yet, since else a new process has taken over
   78  a setting is not accepted
 """
 
@@ -47,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.check:
         _print_settings(settings)
         return 0
-    _load_quickly()
-    return _serve(settings, arguments.ready_file)
+    return _run(settings, arguments.ready_file)
 
 
 def _print_settings(settings: AllocatorSettings) -> None:
@@ -63,34 +63,40 @@ def _print_settings(settings: AllocatorSettings) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _load_quickly() -> None:
-    """Makes the program's loading short: after a crash, agents and holders wait for it."""
-    # All that is made from here until calls are served is there to stay: looking for
-    # garbage in it takes a fifth of a start.
-    gc.disable()
-    # structlog would load it to colour tracebacks, which takes another fifth.
-    sys.modules.setdefault("rich", None)  # type: ignore[arg-type] # as the import system documents
-
-
-def _serve(settings: AllocatorSettings, ready_file: Path | None) -> int:
+def _run(settings: AllocatorSettings, ready_file: Path | None) -> int:
     import structlog
 
-    from gpupool_allocator import logs
-    from gpupool_allocator.daemon import serve_terms
+    from gpupool_allocator import daemon, keeper, logs
     from gpupool_allocator.storage.records import RecordError
     from gpupool_allocator.storage.store import StoreError, StoreFullError, StoreLockedError
 
     logs.set_up(settings.log_level, settings.log_format)
     log = structlog.stdlib.get_logger("allocator")
-    log.info("allocator.starting", version=__version__)
-    try:
-        asyncio.run(serve_terms(settings, ready_file))
-    except (OSError, StoreLockedError, StoreFullError, StoreError, RecordError) as error:
-        log.critical("allocator.cannot_start", reason=str(error))
-        return EXIT_CANNOT_START
-    finally:
-        logs.flush()
-    return 0
+
+    def serve(ports: keeper.Ports | None, told: Callable[[keeper.Ports], None]) -> int:
+        # All that is made until calls are served is there to stay: looking for garbage in
+        # it takes a fifth of a start, and after a crash agents and holders wait for that.
+        gc.disable()
+        log.info("allocator.starting", version=__version__)
+
+        def tell(found: keeper.Ports) -> None:
+            if ready_file is not None:
+                daemon.write_ready_file(ready_file, found)
+            told(found)
+
+        wanted = settings if ports is None else daemon.on_ports(settings, ports)
+        try:
+            asyncio.run(daemon.serve_terms(wanted, tell))
+        except (OSError, StoreLockedError, StoreFullError, StoreError, RecordError) as error:
+            log.critical("allocator.cannot_start", reason=str(error))
+            return EXIT_CANNOT_START
+        finally:
+            logs.flush()
+        return 0
+
+    if settings.keeper:
+        return keeper.keep(serve)
+    return serve(None, lambda _: None)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,14 +3,13 @@
 import asyncio
 import dataclasses
 import gc
-import importlib
 import json
 import os
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -19,6 +18,8 @@ from gpupool_allocator import logs, systemd
 from gpupool_allocator.core.pool import Pool
 from gpupool_allocator.engine import Engine, EngineStoppedError
 from gpupool_allocator.engine.feed import EventFeed
+from gpupool_allocator.http.server import HttpServer
+from gpupool_allocator.keeper import EXIT_CRASHED, Ports
 from gpupool_allocator.metrics import Metrics
 from gpupool_allocator.rpc.server import GrpcServer
 from gpupool_allocator.settings import Address, AllocatorSettings
@@ -28,17 +29,11 @@ from gpupool_allocator.storage.sqlite import SqliteStore
 from gpupool_allocator.storage.store import StoreFullError
 from gpupool_allocator.telemetry import TelemetryBook
 
-EXIT_CRASHED = 70
-"""The state in memory could not be trusted any more; a restart goes on from the store."""
-
 STORE_FILE = "allocator.db"
 STORE_CHECK_S = 2.0
 """How often the store is asked whether it still takes writes."""
 
 MIB = 1024 * 1024
-
-if TYPE_CHECKING:
-    from gpupool_allocator.http.server import HttpServer
 
 log = structlog.stdlib.get_logger("allocator")
 
@@ -103,21 +98,23 @@ class Office:
         self.thread.shutdown()
 
 
-async def serve_terms(settings: AllocatorSettings, ready_file: Path | None) -> None:
+Told = Callable[[Ports], None]
+"""Is told where a term serves, as soon as it does."""
+
+
+async def serve_terms(settings: AllocatorSettings, told: Told) -> None:
     """Serves until SIGTERM or SIGINT, one term after the other.
 
     In one event loop: gRPC knows no second one. Raises as ``serve``.
     """
     # One event for all terms: a signal that comes between two of them ends the next.
     stopping = stop_on_signals(signal.SIGTERM, signal.SIGINT)
-    outcome = await serve(settings, stopping, ready_file)
+    outcome = await serve(settings, stopping, told)
     while outcome is not None:
-        outcome = await serve(outcome.settings, stopping, ready_file)
+        outcome = await serve(outcome.settings, stopping, told)
 
 
-async def serve(
-    settings: AllocatorSettings, stopping: asyncio.Event, ready_file: Path | None
-) -> Restart | None:
+async def serve(settings: AllocatorSettings, stopping: asyncio.Event, told: Told) -> Restart | None:
     """Serves until ``stopping`` is set (None) or until a new term is needed (Restart).
 
     Ends the process with EXIT_CRASHED when the engine cannot go on. OSError and the
@@ -128,7 +125,7 @@ async def serve(
     await office.begin()
     service = _Service(office, settings)
     try:
-        await service.start(ready_file)
+        told(await service.start())
         await asyncio.wait({stop, *service.tasks}, return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
             systemd.notify("STOPPING=1")
@@ -137,7 +134,7 @@ async def serve(
         reason = service.new_term_reason()
         log.warning("allocator.new_term", reason=reason)
         await service.stop(0)
-        return Restart(_on_ports(settings, service.rpc.port, service.http.port))
+        return Restart(on_ports(settings, service.ports))
     finally:
         stop.cancel()
         for task in service.tasks:
@@ -165,7 +162,12 @@ class _Service:
         )
         self.rpc = GrpcServer(self._engine, settings, self._telemetry)
 
-    async def start(self, ready_file: Path | None) -> None:
+    @property
+    def ports(self) -> Ports:
+        """Where it serves."""
+        return Ports(grpc=self.rpc.port, http=self.http.port)
+
+    async def start(self) -> Ports:
         """GRPC first: after a crash, agents and holders wait for it."""
         await self._engine.check_store()
         self._running = asyncio.create_task(self._engine.run())
@@ -178,11 +180,10 @@ class _Service:
         # What was loaded stays: from now on only what comes and goes is looked through.
         gc.freeze()
         gc.enable()
-        # A third of the time that all imports take.
-        module = await asyncio.to_thread(importlib.import_module, "gpupool_allocator.http.server")
-        self.http: HttpServer = module.HttpServer(self._engine, self._metrics, self._telemetry)
+        self.http = HttpServer(self._engine, self._metrics, self._telemetry)
         await self.http.start(self._settings.http_address)
-        _announce(self._settings, self._office.epoch, self.rpc.port, self.http.port, ready_file)
+        _announce(self._settings, self._office.epoch, self.ports)
+        return self.ports
 
     def new_term_reason(self) -> str:
         """Why a new term is needed; ends the process when something crashed instead."""
@@ -214,12 +215,12 @@ class _Service:
         log.info("allocator.stopped")
 
 
-def _on_ports(settings: AllocatorSettings, grpc: int, http: int) -> AllocatorSettings:
+def on_ports(settings: AllocatorSettings, ports: Ports) -> AllocatorSettings:
     """Settings for serving where clients have found us, also when the system chose."""
     return dataclasses.replace(
         settings,
-        grpc_address=Address(settings.grpc_address.host, grpc),
-        http_address=Address(settings.http_address.host, http),
+        grpc_address=Address(settings.grpc_address.host, ports.grpc),
+        http_address=Address(settings.http_address.host, ports.http),
     )
 
 
@@ -229,15 +230,18 @@ async def _watch_store(engine: Engine) -> None:
         await engine.check_store()
 
 
-def _announce(
-    settings: AllocatorSettings, epoch: int, grpc: int, http: int, ready_file: Path | None
-) -> None:
+def _announce(settings: AllocatorSettings, epoch: int, ports: Ports) -> None:
     for address in (settings.grpc_address, settings.http_address):
         if not address.is_loopback:
             log.warning("allocator.insecure", address=str(address), reason="nothing is encrypted")
-    log.info("allocator.serving", version=__version__, epoch=epoch, grpc=grpc, http=http)
-    systemd.notify(f"READY=1\nSTATUS=serving gRPC on port {grpc}, HTTP on port {http}")
-    if ready_file is not None:
-        written = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
-        written.write_text(json.dumps({"grpc": grpc, "http": http, "pid": os.getpid()}) + "\n")
-        written.replace(ready_file)
+    log.info(
+        "allocator.serving", version=__version__, epoch=epoch, grpc=ports.grpc, http=ports.http
+    )
+    systemd.notify(f"READY=1\nSTATUS=serving gRPC on port {ports.grpc}, HTTP on port {ports.http}")
+
+
+def write_ready_file(file: Path, ports: Ports) -> None:
+    """Tells whoever started it where, and as which process, it serves."""
+    written = file.with_name(f".{file.name}.{os.getpid()}")
+    written.write_text(json.dumps({**dataclasses.asdict(ports), "pid": os.getpid()}) + "\n")
+    written.replace(file)

@@ -169,8 +169,12 @@ class AllocatorSettings:
     report_interval_s: float = _seconds(
         5.0, 0.1, 600.0, "How often an agent reports when nothing changes."
     )
-    reconnect_spread_s: float = _seconds(
-        0.0, 0.0, 600.0, "Agents spread their reconnects over this time."
+    reconnects_per_s: int = _whole(
+        500,
+        1,
+        100_000,
+        "Agents that come back each second after a restart: they spread themselves over the "
+        "time that this takes, so that those that are back are served meanwhile.",
     )
     queue_max: int = _whole(10_000, 1, 1_000_000, "Requests that may wait; more are refused.")
     aging_s: float = _seconds(
@@ -179,6 +183,11 @@ class AllocatorSettings:
     ended_kept: int = _whole(10_000, 0, 1_000_000, "Ended leases remembered for retries.")
     prepare_attempts: int = _whole(
         3, 1, 100, "How often a member is placed anew when its node cannot prepare it."
+    )
+    keeper: bool = _flag(
+        default=True,
+        meaning="Serve from a child process, and replace it at once when it crashes. Else "
+        "the process that is started serves itself.",
     )
     nodes_max: int = _whole(20_000, 1, 100_000, "Agents connected at one time.")
     calls_max: int = _whole(50_000, 16, 1_000_000, "Calls in flight at one time.")
@@ -208,7 +217,7 @@ class AllocatorSettings:
             aging_s=self.aging_s,
             ended_kept=self.ended_kept,
             prepare_attempts=self.prepare_attempts,
-            reconnect_spread_s=self.reconnect_spread_s,
+            reconnects_per_s=self.reconnects_per_s,
             version=__version__,
         )
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -68,9 +69,13 @@ class Daemon:
             "state_dir": self.state_dir,
             "check_invariants": "true",
             "shutdown_grace_s": 1,
+            # The process that is started is the one that serves, and dies.
+            "keeper": "false",
             **settings,
         }
         self.process: subprocess.Popen[bytes] | None = None
+        self.pid = 0
+        """Of the process that serves: with a keeper, not the one that was started."""
         self.grpc = 0
         self.http = 0
 
@@ -99,9 +104,8 @@ class Daemon:
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.01)
         ports = json.loads(self._ready.read_text())
-        assert ports["pid"] == process.pid
         # The same ports after a restart, as an operator would have.
-        self.grpc, self.http = ports["grpc"], ports["http"]
+        self.pid, self.grpc, self.http = ports["pid"], ports["grpc"], ports["http"]
         self._settings["grpc_address"] = f"127.0.0.1:{self.grpc}"
         self._settings["http_address"] = f"127.0.0.1:{self.http}"
         return self
@@ -111,6 +115,18 @@ class Daemon:
         assert self.process is not None
         self.process.kill()
         self.process.wait()
+
+    def crash(self) -> None:
+        """SIGKILL of the process that serves, where a keeper replaces it."""
+        self._ready.unlink()
+        os.kill(self.pid, signal.SIGKILL)
+
+    def replaced(self) -> bool:
+        """Whether the keeper's next process serves; then ``pid`` is its."""
+        if self._ready.exists():
+            self.pid = json.loads(self._ready.read_text())["pid"]
+            return True
+        return False
 
     def terminate(self) -> int:
         """SIGTERM; the exit code."""

@@ -15,6 +15,7 @@ class PoolSettings:
     ``ended_kept``: ended leases remembered, so that a late retry finds its lease.
     ``prepare_attempts``: places tried for a member that its node cannot prepare.
     ``reservation_s``: how often the places kept for the queue's head are chosen anew.
+    ``reconnects_per_s``: agents told to come back each second after a restart.
     ``version``: told to agents.
     """
 
@@ -26,5 +27,5 @@ class PoolSettings:
     ended_kept: int = 10_000
     prepare_attempts: int = 3
     reservation_s: float = 5.0
-    reconnect_spread_s: float = 0.0
+    reconnects_per_s: int = 500
     version: str = ""

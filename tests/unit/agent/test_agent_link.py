@@ -19,6 +19,41 @@ class RefusingAllocator(node_pb2_grpc.NodeServiceServicer):
         yield node_pb2.ConnectResponse()
 
 
+class Nobody:
+    """Whom a link without an allocator speaks for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} is called without an allocator")
+
+
+def pauses(failures: int, spread_s: float) -> list[float]:
+    """What a thousand agents wait that have lost their allocator at one moment, sorted."""
+    agents = (link.Link(["127.0.0.1:1"], link.dial, Nobody()) for _ in range(1000))
+    return sorted(agent._pause_s(failures, spread_s) for agent in agents)
+
+
+def test_agents_that_lost_their_allocator_at_once_spread_their_first_attempts() -> None:
+    waits = pauses(0, 5.0)
+    # Some at once, so that the pool can grant again; no more at a time than it was told.
+    assert waits[20] < 0.5
+    assert 4.5 < waits[-1] <= 5.0 + link.RETRY_S_MIN
+    busiest = max(sum(start <= each < start + 0.5 for each in waits) for start in waits[::10])
+    assert busiest < 200
+
+
+def test_agents_spread_also_when_the_allocator_stays_away() -> None:
+    waits = pauses(30, 60.0)
+    assert waits[0] >= 30.0
+    assert 55.0 < waits[-1] <= 60.0
+    alone = pauses(30, 0.0)
+    assert link.RETRY_S_MAX / 2 <= alone[0]
+    assert alone[-1] <= link.RETRY_S_MAX
+
+
+def test_an_agent_whose_stream_broke_is_back_at_once_in_a_small_pool() -> None:
+    assert pauses(0, 0.002)[-1] < 0.2
+
+
 async def test_a_report_for_a_stream_that_has_ended_ends_the_connection_with_its_status() -> None:
     server = grpc.aio.server()
     node_pb2_grpc.add_NodeServiceServicer_to_server(RefusingAllocator(), server)

@@ -9,8 +9,9 @@ from gpupool.model.caller import Caller, ProcessRef, Role
 from gpupool.model.errors import ErrorKind
 from gpupool.model.ids import CommandId, ConnectionId, LeaseId, NodeId
 from gpupool.model.lease import LeaseState, MemberState
-from gpupool_allocator.core.effects import RaiseEpoch
+from gpupool_allocator.core.effects import RaiseEpoch, SendWelcome
 from gpupool_allocator.core.events import EndUnclaimed, NodeConnected, NodeDisconnected
+from gpupool_allocator.core.settings import PoolSettings
 
 
 def test_an_agent_restart_changes_nothing_that_anybody_sees() -> None:
@@ -26,6 +27,18 @@ def test_an_agent_restart_changes_nothing_that_anybody_sees() -> None:
     assert world.now_lease(lease) == lease
     kinds = {event.kind for event in world.history[seen:]}
     assert kinds == {"node.unreachable", "node.connected"}
+
+
+def test_agents_are_told_to_spread_their_return_by_the_size_of_the_pool() -> None:
+    world = World(PoolSettings(reconnects_per_s=2))
+    for number in range(9):
+        world.add_node(f"n{number}")
+    world.restart()
+    node = PlayedNode(NodeId("n3"), inventory("n3", 8))
+    connected = NodeConnected(connection=ConnectionId(1), hello=node.hello(), unix_s=0.0)
+    told = [each for each in world.handle(connected) if isinstance(each, SendWelcome)]
+    # Also before the others are back, since they are what it must be spared from.
+    assert [each.welcome.reconnect_spread_s for each in told] == [4.5]
 
 
 def test_a_cut_off_node_is_offered_to_nobody_and_its_leases_stay() -> None:
