@@ -58,7 +58,7 @@ def connect(state: State, event: NodeConnected, now: float) -> None:
                 allocator_version=state.settings.version,
                 heartbeat_timeout_s=state.settings.heartbeat_timeout_s,
                 report_interval_s=state.settings.report_interval_s,
-                reconnect_spread_s=state.settings.reconnect_spread_s,
+                reconnect_spread_s=len(state.nodes) / state.settings.reconnects_per_s,
                 forward_key=event.forward_key,
             ),
         )

@@ -46,7 +46,7 @@ def test_agents_spread_also_when_the_allocator_stays_away() -> None:
     assert waits[0] >= 30.0
     assert 55.0 < waits[-1] <= 60.0
     alone = pauses(30, 0.0)
-    assert link.RETRY_S_MAX / 2 <= alone[0]
+    assert alone[0] >= link.RETRY_S_MAX / 2
     assert alone[-1] <= link.RETRY_S_MAX
 
 
