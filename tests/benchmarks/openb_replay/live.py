@@ -52,12 +52,12 @@ class LivePool:
         self._nodes_file = nodes_file
         self._hosts = hosts
         self._fleets: list[Fleet] = []
-        self._allocator: Program | None = None
+        self._allocator_pid = 0
 
     async def start(self, fleets: int) -> None:
         """Starts everything; returns once every GPU is offered. DemoError."""
         ready = self._work / "allocator.json"
-        self._allocator = self.programs.start(
+        allocator = self.programs.start(
             "gpupool-allocator",
             [
                 *("gpupool-allocator", "--grain-pct", "1", "--log-level", "warning"),
@@ -66,8 +66,10 @@ class LivePool:
                 *("--state-dir", self._work / "allocator", "--ready-file", ready),
             ],
         )
-        ports = await asyncio.to_thread(self.programs.ready, self._allocator, ready)
-        self.address = f"127.0.0.1:{ports['grpc']}"
+        served = await asyncio.to_thread(self.programs.ready, allocator, ready)
+        self.address = f"127.0.0.1:{served['grpc']}"
+        # Of the process that serves, a child of the one that was started.
+        self._allocator_pid = served["pid"]
         begun_s = time.monotonic()
         for number in range(fleets):
             self._fleets.append(self._start_fleet(number, fleets))
@@ -126,9 +128,8 @@ class LivePool:
     def usage(self) -> tuple[Usage, Usage]:
         """Of the allocator, and of the fleets. DemoError when one has ended."""
         self.programs.check_alive()
-        assert self._allocator is not None
         return (
-            Usage.of([self._allocator.process.pid]),
+            Usage.of([self._allocator_pid]),
             Usage.of([fleet.program.process.pid for fleet in self._fleets]),
         )
 
