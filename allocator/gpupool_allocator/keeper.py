@@ -126,6 +126,8 @@ def _be_child(keeper: int, serve: Callable[[], int]) -> NoReturn:
     code = 1
     try:
         _die_with(keeper)
+        # Until it listens itself, a stop is the end: there is nothing to tidy up yet.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*FORWARDED, signal.SIGCHLD))
         code = serve()
     except BaseException:  # noqa: BLE001, RUF100 - the last frame there is

@@ -74,7 +74,7 @@ def kept(tmp_path: Path, child: str) -> Generator[Kept]:
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "log")],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
     ) as process:
         try:
@@ -99,6 +99,24 @@ def test_a_signal_to_stop_reaches_the_child_and_its_outcome_is_the_keepers(
         keeper.process.send_signal(number)
         assert keeper.outcome() == code
         assert len(keeper.lines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_before_the_child_listens_ends_it_without_a_word(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    deaf = """
+    def child(number, told):
+        print("resting", flush=True)
+        while True:
+            signal.pause()
+    """
+    with kept(tmp_path, deaf) as keeper:
+        keeper.resting()
+        keeper.process.send_signal(number)
+        assert keeper.outcome() == 128 + number
+        assert keeper.process.stderr is not None
+        assert keeper.process.stderr.read() == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
