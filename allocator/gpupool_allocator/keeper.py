@@ -66,6 +66,8 @@ def keep(serve: Serve) -> int:
     while True:
         child = _Child(serve, ports)
         code, stopped = child.wait()
+        if stopped and -code in FORWARDED:
+            return 0
         crashed = code < 0 or code == EXIT_CRASHED
         if stopped or not crashed or child.served is None:
             return 128 - code if code < 0 else code
