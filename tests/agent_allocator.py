@@ -71,7 +71,9 @@ class TinyAllocator(node_pb2_grpc.NodeServiceServicer):
         self._server: grpc.aio.Server | None = None
 
     async def start(self, port: int = 0) -> str:
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server = grpc.aio.server(
+            options=(("grpc.so_reuseport", 0), ("grpc.http2.bdp_probe", 0))
+        )
         node_pb2_grpc.add_NodeServiceServicer_to_server(self, self._server)
         lease_pb2_grpc.add_LeaseServiceServicer_to_server(TinyLeases(self), self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")

@@ -32,6 +32,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 3),
+    # Messages are small. By default each one that comes is answered with a ping, to
+    # measure how fast the way is, which triples the traffic of a thousand heartbeats.
+    ("grpc.http2.bdp_probe", 0),
 )
 
 SERVICES = (
