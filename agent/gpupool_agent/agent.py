@@ -54,7 +54,7 @@ from gpupool_agent.core.events import (
     WatchHolder,
 )
 from gpupool_agent.core.node import Node
-from gpupool_agent.devices.blocking import BlockingCalls, CallHangsError
+from gpupool_agent.devices.blocking import CallHangsError
 from gpupool_agent.devices.interfaces import Adapters, ProcessWatch
 from gpupool_agent.link import Link
 from gpupool_agent.local.door import LocalDoor
@@ -85,7 +85,7 @@ class Agent:
         self._version = agent_version()
         self._log = structlog.get_logger().bind(node_id=settings.node_id)
         self._state = StateDirectory(settings.state_dir) if settings.state_dir else None
-        self._disk = BlockingCalls("disk")
+        self._disk = adapters.disk_calls
         self._unsaved: Checkpoint | None = None
         self._queue: deque[NodeEffect] = deque()
         self._performing: asyncio.Task[None] | None = None
@@ -115,6 +115,7 @@ class Agent:
             driver=adapters.driver,
             hcas=adapters.hcas,
             processes=adapters.processes,
+            calls=adapters.driver_calls,
             handle=self.handle,
             measured=self._measured,
         )

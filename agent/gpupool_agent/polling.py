@@ -59,6 +59,7 @@ class Poller:
         driver: GpuDriver,
         hcas: HcaReader,
         processes: ProcessTable,
+        calls: BlockingCalls,
         handle: Callable[[NodeEvent], None],
         measured: Callable[[tuple[DeviceTelemetry, ...]], None],
     ) -> None:
@@ -68,7 +69,7 @@ class Poller:
         self._processes = processes
         self._handle = handle
         self._measured = measured
-        self._calls = BlockingCalls("driver")
+        self._calls = calls
         self._wanted = asyncio.Event()
         self._retry_s = RETRY_S_MIN
         self._inventory_s = self._usage_s = self._telemetry_s = float("-inf")

@@ -26,10 +26,18 @@ def _hca(path: Path) -> Hca:
     return Hca(
         name=path.name,
         node_guid=_guid(read_text(path / "node_guid")),
-        pci_address=device.resolve().name if device.exists() else "",
+        pci_address=_pci_address(device),
         numa_node=read_int(device / "numa_node", unknown=-1),
         ports=tuple(_port(ports / str(number), number) for number in sorted(numbers)),
     )
+
+
+def _pci_address(device: Path) -> str:
+    """Where the link to the PCI device leads; its name is the address."""
+    try:
+        return device.readlink().name
+    except OSError:
+        return ""
 
 
 def _port(path: Path, number: int) -> HcaPort:

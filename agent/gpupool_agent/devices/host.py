@@ -4,6 +4,7 @@ import os
 import socket
 from pathlib import Path
 
+from gpupool_agent.devices.blocking import BlockingCalls, CallThreads
 from gpupool_agent.devices.hca import SysfsHcaReader
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
 from gpupool_agent.devices.mps import InProcessMps
@@ -32,6 +33,7 @@ class ProcHostReader:
 
 def real_adapters(run_dir: Path) -> Adapters:
     """What an agent meets on a real host; MPS keeps its directories in ``run_dir``."""
+    threads = CallThreads()
     return Adapters(
         driver=NvmlDriver(),
         mps=InProcessMps(run_dir / "mps"),
@@ -39,4 +41,6 @@ def real_adapters(run_dir: Path) -> Adapters:
         host=ProcHostReader(),
         processes=ProcProcessTable(),
         dial=dial,
+        driver_calls=BlockingCalls("driver", threads),
+        disk_calls=BlockingCalls("disk", threads),
     )

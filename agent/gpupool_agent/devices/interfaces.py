@@ -2,13 +2,13 @@
 
 ``Agent(settings, adapters)`` meets the machine only through what is in here, so it
 runs unchanged over a real host and over a described one. Methods of ``GpuDriver``
-and ``HcaReader`` may block in the kernel for ever: the agent calls them on a thread
-of their own, inside the context (contextvars) in which the agent was made, and with
-a deadline. All the others answer at once.
+and ``HcaReader`` may block in the kernel for ever: the agent calls them through
+``driver_calls``, on a thread of their own and with a deadline. All the others answer
+at once.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc.aio
@@ -17,6 +17,7 @@ from gpupool.model.assignment import AssignmentKey, DeviceTelemetry
 from gpupool.model.ids import DeviceUuid
 from gpupool.model.inventory import Hca
 from gpupool_agent.core.readings import DeviceUsage, DriverInventory
+from gpupool_agent.devices.blocking import BlockingCalls
 
 
 class DriverUnavailableError(Exception):
@@ -207,7 +208,10 @@ Dial = Callable[[str], grpc.aio.Channel]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Everything that an agent needs of its machine. See ``devices.host`` for real ones."""
+    """Everything that an agent needs of its machine. See ``devices.host`` for real ones.
+
+    ``driver_calls`` and ``disk_calls`` are how it calls what may block.
+    """
 
     driver: GpuDriver
     mps: MpsControl
@@ -215,3 +219,5 @@ class Adapters:
     host: HostReader
     processes: ProcessTable
     dial: Dial
+    driver_calls: BlockingCalls = field(default_factory=lambda: BlockingCalls("driver"))
+    disk_calls: BlockingCalls = field(default_factory=lambda: BlockingCalls("disk"))

@@ -62,7 +62,7 @@ class NvmlDriver:
     """``GpuDriver`` over NVML. ``sysfs`` is where /sys is, for NUMA nodes."""
 
     def __init__(self, sysfs: Path = Path("/sys")) -> None:
-        self._sysfs = sysfs
+        self._pci_devices = sysfs / "bus" / "pci" / "devices"
         self._initialised = False
         self._listed: dict[DeviceUuid, _Listed] = {}
         self._failed: dict[DeviceUuid, FailedDevice] = {}
@@ -170,9 +170,7 @@ class NvmlDriver:
             pci_address=address,
             memory_mib=self._usable_memory_mib(uuid, handle),
             index=index,
-            numa_node=read_int(
-                self._sysfs / "bus" / "pci" / "devices" / address / "numa_node", unknown=-1
-            ),
+            numa_node=read_int(self._pci_devices / address / "numa_node", unknown=-1),
             nvlink_domain=_nvlink_domain(handle),
             sm_count=cores // CORES_PER_SM.get(capability, 128) if capability else 0,
             compute_capability=f"{capability[0]}.{capability[1]}" if capability else "",

@@ -22,6 +22,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,13 +125,13 @@ def take_memory(
         time.sleep(_QUEUE_POLL_S)
 
 
-def _queued(others: list[GpuProcess], pipe: str) -> bool:
+def _queued(others: Sequence[GpuProcess], pipe: str) -> bool:
     # An MPS daemon serves one user at a time: the next waits until all of his are gone.
     return bool(pipe) and any(other.pipe == pipe and other.uid != os.getuid() for other in others)
 
 
 def _check_room(
-    gpu: VisibleGpu, others: list[GpuProcess], memory_mib: int, limit_mib: int | None
+    gpu: VisibleGpu, others: Sequence[GpuProcess], memory_mib: int, limit_mib: int | None
 ) -> None:
     if limit_mib is not None and memory_mib > limit_mib:
         raise CudaError(

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,10 @@ class GpuProcesses:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._name = str(directory)
         self._empty_since_ns = -1
+        self._seen: Sequence[GpuProcess] | None = None
+        self._looks_once = False
 
     def create(self) -> None:
         """Make the directory."""
@@ -63,11 +66,29 @@ class GpuProcesses:
         # As /tmp: holders run as their own users, and may remove only their own files.
         self.directory.chmod(0o1777)
 
-    def list(self) -> list[GpuProcess]:
+    @contextlib.contextmanager
+    def at_one_moment(self) -> Generator[None]:
+        """Have ``list`` look once and repeat itself until the end of the block."""
+        self._looks_once = True
+        try:
+            yield
+        finally:
+            self._looks_once = False
+            self._seen = None
+
+    def list(self) -> Sequence[GpuProcess]:
         """Every living process, by pid. Files of dead ones are removed."""
+        if self._seen is not None:
+            return self._seen
+        living = self._look()
+        if self._looks_once:
+            self._seen = living
+        return living
+
+    def _look(self) -> Sequence[GpuProcess]:
         # Drivers ask this again and again, and most nodes are idle: as long as an
         # empty directory has not changed it need not be read.
-        changed_ns = os.stat(self.directory).st_mtime_ns  # noqa: PTH116 half of Path.stat's cost
+        changed_ns = os.stat(self._name).st_mtime_ns  # noqa: PTH116 half of Path.stat's cost
         if changed_ns == self._empty_since_ns:
             return []
         names = os.listdir(self.directory)[:PROCESSES_MAX]  # noqa: PTH208 likewise

@@ -15,6 +15,7 @@ from typing import Any
 import grpc.aio
 
 from gpupool_agent.agent import Agent
+from gpupool_agent.devices.blocking import BlockingCalls, CallThreads
 from gpupool_agent.devices.hca import SysfsHcaReader
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
 from gpupool_agent.devices.nvml import NvmlDriver
@@ -22,6 +23,7 @@ from gpupool_agent.devices.processes import ProcProcessTable
 from gpupool_agent.link import dial
 from gpupool_agent.settings import AgentSettings
 from gpupool_agent.simulated.directory import ControlDirectory
+from gpupool_agent.simulated.driver_calls import SimulatedDriverCalls
 from gpupool_agent.simulated.gate import Gate
 from gpupool_agent.simulated.gpu_processes import start_ticks_of
 from gpupool_agent.simulated.mps import SimulatedMps
@@ -47,11 +49,16 @@ class SimulatedHost:
 
     ``directory`` is the hardware: boot id, GPU processes, /sys, MPS. It outlives the
     agent, and a fleet that is started on it again is the same boot. ``pci_trees`` holds
-    what hosts of one machine have in common.
+    what hosts of one machine have in common. The hosts of a fleet share ``threads``.
     """
 
     def __init__(
-        self, spec: NodeSpec, directory: Path, pci_trees: Path, settings: AgentSettings
+        self,
+        spec: NodeSpec,
+        directory: Path,
+        pci_trees: Path,
+        settings: AgentSettings,
+        threads: CallThreads | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # Holders of any user look for their node here.
@@ -67,6 +74,7 @@ class SimulatedHost:
         self.strays = Strays(directory)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pci_trees = pci_trees
+        self._threads = threads or CallThreads()
         self._boot_id_file = directory / "boot-id"
         self._mps = SimulatedMps(directory / "mps")
         self._gates: dict[str, Gate] = {}
@@ -167,10 +175,10 @@ class SimulatedHost:
         ]
 
     def _start_agent(self) -> None:
-        # The agent's driver thread finds its node in the context that it is made in.
+        # Driver calls find their node in the context that the agent is made in.
         context = contextvars.copy_context()
         context.run(CURRENT_NODE.set, self.node)
-        self._agent = context.run(Agent, self.settings, self._adapters())
+        self._agent = context.run(lambda: Agent(self.settings, self._adapters()))
         self._running = asyncio.get_running_loop().create_task(self._agent.run(), context=context)
         self._running.add_done_callback(self._agent_ended)
 
@@ -203,6 +211,8 @@ class SimulatedHost:
             ),
             processes=ProcProcessTable(),
             dial=self._dial,
+            driver_calls=SimulatedDriverCalls(self.node, self._threads),
+            disk_calls=BlockingCalls("disk", self._threads),
         )
 
     def _dial(self, address: str) -> grpc.aio.Channel:
@@ -230,6 +240,7 @@ def make_hosts(
     a ``socket_directory`` they have no socket for local clients. Raises SettingsError.
     """
     hosts: list[SimulatedHost] = []
+    threads = CallThreads()
     for spec in specs:
         directory = hardware.nodes / spec.node_id
         settings = replace(
@@ -241,5 +252,5 @@ def make_hosts(
             labels=spec.labels,
             metrics_port=-1,
         )
-        hosts.append(SimulatedHost(spec, directory, hardware.pci_trees, settings))
+        hosts.append(SimulatedHost(spec, directory, hardware.pci_trees, settings, threads))
     return hosts

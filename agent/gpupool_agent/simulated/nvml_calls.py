@@ -45,7 +45,8 @@ class NvmlFunction:
         node = CURRENT_NODE.get()
         if node is None:
             return ReturnCode.DRIVER_NOT_LOADED
-        node.answering.wait()
+        if not node.answering.is_set():
+            node.answering.wait()
         if self._name in node.machine.missing_symbols:
             return ReturnCode.FUNCTION_NOT_FOUND
         return self._body(node, *arguments)
@@ -96,7 +97,8 @@ def _gpu_of(node: SimulatedNode, handle: Any) -> SimulatedGpu | ReturnCode:
     session = node.session
     if session is None:
         return ReturnCode.UNINITIALIZED
-    value = ctypes.cast(handle, ctypes.c_void_p).value or 0
+    # A handle is a pointer: what is in it, not where it points.
+    value = ctypes.c_void_p.from_buffer(handle).value or 0
     serial, number = value >> HANDLE_INDEX_BITS, value & ((1 << HANDLE_INDEX_BITS) - 1)
     if serial != session.serial or number == 0:
         return ReturnCode.INVALID_ARGUMENT

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextvars
+import functools
 import os
 import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from tests.agent_bench import key
 
 from gpupool.model.ids import DeviceUuid
-from gpupool_agent.devices.blocking import BlockingCalls, CallHangsError
+from gpupool_agent.devices.blocking import BlockingCalls, CallHangsError, CallThreads
 from gpupool_agent.devices.hca import SysfsHcaReader
 from gpupool_agent.devices.host import ProcHostReader
 from gpupool_agent.devices.interfaces import DriverUnavailableError, MpsError, SliceLimits
@@ -335,3 +337,62 @@ async def test_a_call_that_fails_after_it_was_given_up_disturbs_nobody() -> None
     gate.set()
     await calls.returned()
     assert await calls.call(lambda: 1, 10) == 1
+
+
+async def thread_of(calls: BlockingCalls) -> threading.Thread:
+    return await calls.call(threading.current_thread, 10)
+
+
+async def test_agents_of_a_process_call_one_after_the_other_on_few_threads() -> None:
+    threads = CallThreads(idle_s=60)
+    agents = [BlockingCalls(f"driver {number}", threads) for number in range(50)]
+    # A call can come before the thread of the one before has sat down.
+    assert len({await thread_of(calls) for calls in agents}) <= 5
+
+
+async def test_a_call_waits_for_no_other_agents_thread() -> None:
+    threads = CallThreads(idle_s=60)
+    gate = threading.Event()
+    hung = [BlockingCalls(f"driver {number}", threads) for number in range(20)]
+    for calls in hung:
+        with pytest.raises(CallHangsError):
+            await calls.call(gate.wait, 0.01)
+    assert await BlockingCalls("another", threads).call(lambda: 5, 10) == 5
+    gate.set()
+    for calls in hung:
+        await calls.returned()
+        assert await calls.call(lambda: 6, 10) == 6
+
+
+async def test_a_thread_that_nobody_needs_ends() -> None:
+    thread = await thread_of(BlockingCalls("driver", CallThreads(idle_s=0.05)))
+    assert thread is not threading.main_thread()
+    await asyncio.to_thread(thread.join, 10)
+    assert not thread.is_alive()
+
+
+async def test_calls_that_come_as_threads_end_are_all_made() -> None:
+    calls = BlockingCalls("driver", CallThreads(idle_s=0.0001))
+    for number in range(500):
+        assert await calls.call(functools.partial(int, number), 10) == number
+        await asyncio.sleep(0.0001)
+
+
+async def test_a_waiting_thread_keeps_nothing_of_its_last_call() -> None:
+    calls = BlockingCalls("driver", CallThreads(idle_s=60))
+    big = Holding()
+    kept = weakref.ref(big)
+    await calls.call(big.use, 10)
+    del big
+    for _ in range(1000):
+        if kept() is None:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the call is still held")
+
+
+class Holding:
+    """What a call has hold of."""
+
+    def use(self) -> None:
+        """Be called."""
