@@ -5,16 +5,11 @@ when the test says so, and reports like an agent. Time is a number that tests mo
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+from tests.played_node import PlayedNode
 
 from gpupool.model.assignment import (
-    Assignment,
-    AssignmentKey,
-    AssignmentReport,
-    AssignmentState,
-    DesiredState,
-    DeviceReport,
-    Hello,
     HolderEnd,
     Report,
 )
@@ -112,109 +107,6 @@ def spec(
     of_group = {name: more.pop(name) for name in list(more) if name in Group.__slots__}
     group = replace(Group(replicas=replicas, accelerator=accelerator), **of_group)  # type: ignore[arg-type]
     return replace(LeaseSpec(groups=(group,)), **more)  # type: ignore[arg-type]
-
-
-@dataclass
-class PlayedNode:
-    """A node's agent, played: it obeys when told to, and reports."""
-
-    node_id: NodeId
-    inventory: NodeInventory
-    boot_id: str = "boot-1"
-    instance: str = "instance-1"
-    connection: ConnectionId | None = None
-    desired: DesiredState | None = None
-    running: dict[AssignmentKey, Assignment] = field(default_factory=dict)
-    dirty: dict[DeviceUuid, str] = field(default_factory=dict)
-    failed: set[DeviceUuid] = field(default_factory=set)
-    refuses: str = ""
-    highest_epoch: int = 0
-    tokens: dict[DeviceUuid, int] = field(default_factory=dict)
-
-    def device_reports(self) -> tuple[DeviceReport, ...]:
-        return tuple(
-            DeviceReport(
-                uuid=device.uuid,
-                clean=device.uuid not in self.dirty,
-                failed=device.uuid in self.failed,
-                reason=self.dirty.get(device.uuid, ""),
-            )
-            for device in self.inventory.devices
-        )
-
-    def hello(self) -> Hello:
-        return Hello(
-            node_id=self.node_id,
-            boot_id=self.boot_id,
-            agent_version="0.1.0",
-            agent_instance_id=self.instance,
-            protocol_revisions=(1,),
-            inventory=self.inventory,
-            assignments=tuple(
-                AssignmentReport(
-                    key=key,
-                    token=assignment.token,
-                    state=AssignmentState.PREPARED,
-                    environment=environment(assignment),
-                    place=assignment.place,
-                    uid=assignment.uid,
-                )
-                for key, assignment in self.running.items()
-            ),
-            devices=self.device_reports(),
-            highest_epoch=self.highest_epoch,
-        )
-
-    def obey(self) -> Report | None:
-        """Carries out the newest desired state; the report about it."""
-        desired, self.desired = self.desired, None
-        if desired is None:
-            return None
-        self.highest_epoch = max(self.highest_epoch, desired.epoch)
-        wanted = {assignment.key: assignment for assignment in desired.assignments}
-        reports = [
-            AssignmentReport(key=key, token=old.token, state=AssignmentState.ENDED)
-            for key, old in self.running.items()
-            if key not in desired.unclaimed
-            and (key not in wanted or wanted[key].token != old.token)
-        ]
-        for report in reports:
-            del self.running[report.key]
-        for key, assignment in wanted.items():
-            if key not in self.running:
-                reports.append(self._prepare(assignment))
-        return Report(
-            assignments=tuple(reports),
-            devices=self.device_reports(),
-            accepted_revision=desired.revision,
-        )
-
-    def _prepare(self, assignment: Assignment) -> AssignmentReport:
-        if self.refuses:
-            return AssignmentReport(
-                key=assignment.key,
-                token=assignment.token,
-                state=AssignmentState.FAILED,
-                reason=self.refuses,
-            )
-        for share in assignment.place.devices:
-            # Promise 3, seen from the node: tokens of a device only grow. What a reboot
-            # ended is prepared again under its own.
-            assert assignment.token >= self.tokens.get(share.device_uuid, 0)
-            self.tokens[share.device_uuid] = assignment.token
-        self.running[assignment.key] = assignment
-        return AssignmentReport(
-            key=assignment.key,
-            token=assignment.token,
-            state=AssignmentState.PREPARED,
-            environment=environment(assignment),
-        )
-
-
-def environment(assignment: Assignment) -> dict[str, str]:
-    """What a played node gives a holder."""
-    uuids = ",".join(share.device_uuid for share in assignment.place.devices)
-    return {"CUDA_VISIBLE_DEVICES": uuids, "GPUPOOL_LEASE_ID": assignment.key.lease_id}
 
 
 class World:
@@ -334,6 +226,12 @@ class World:
             )
         )
 
+    def account(self, node: PlayedNode) -> list[str]:
+        """A node gives its full account; the kinds of events that this makes."""
+        seen = len(self.history)
+        self.report(node, node.account(self.epoch))
+        return [event.kind for event in self.history[seen:]]
+
     def report_devices(self, node: PlayedNode) -> None:
         self.report(node, Report(devices=node.device_reports()))
 
@@ -448,6 +346,7 @@ class World:
 
     def holder_ended(self, node: PlayedNode, lease: Lease, reason: str = "exited") -> None:
         assert lease.process is not None
+        node.watched.discard(lease.lease_id)
         self.report(
             node,
             Report(

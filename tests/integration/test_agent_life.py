@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.agent_allocator import MemoryDriver, RunningAgent, TinyAllocator, until
 from tests.agent_bench import assignment, part, whole
 
-from gpupool.model.assignment import HolderWatch
+from gpupool.model.assignment import HolderWatch, Report
 from gpupool.model.caller import ProcessRef
 from gpupool.model.ids import LeaseId, NodeId
 from gpupool_agent.checkpoint import CheckpointError, StateLockedError
@@ -59,6 +60,29 @@ async def test_an_agent_introduces_its_node_and_carries_out_what_is_wanted(
     await allocator.want()
     await until(lambda: allocator.state("a") == allocator.state("b") == "ended", "ended")
     await until(lambda: allocator.telemetry > 1, "telemetry")
+    await running.stop()
+
+
+async def test_full_accounts_come_while_a_connection_lasts_and_repeat_no_inventory(
+    allocator: TinyAllocator, tmp_path: Path
+) -> None:
+    running = RunningAgent(tmp_path, address(allocator))
+    await allocator.want(assignment("a", 1, whole(0)))
+    await until(lambda: allocator.state("a") == "prepared", "prepared")
+
+    def accounts() -> list[Report]:
+        return [report for _, report in allocator.reports if report.full]
+
+    # The first is from before the assignment was heard of.
+    await until(lambda: len(accounts()) >= 3, "two more accounts")
+    assert len(allocator.hellos) == 1
+    for account in accounts():
+        assert account.inventory is None
+        assert [device.uuid for device in account.devices] == ["GPU-0", "GPU-1"]
+    latest = accounts()[-1]
+    assert latest.accepted_revision == 1
+    (ran,) = latest.assignments
+    assert ran.place == assignment("a", 1, whole(0)).place
     await running.stop()
 
 
@@ -113,7 +137,10 @@ async def test_a_restarted_agent_adopts_what_runs_without_a_visible_change(
     await until(lambda: len(allocator.reports) > seen + 5, "reports")
     told = [each for _, report in allocator.reports[seen:] for each in report.assignments]
     assert {each.state.value for each in told} == {"prepared"}
-    assert allocator.assignments == before
+    # Full accounts alone name places.
+    assert {
+        lease: replace(each, place=None, uid=0) for lease, each in allocator.assignments.items()
+    } == before
     assert [each.state.value for each in allocator.hellos[1].assignments] == ["prepared"] * 2
     assert allocator.hellos[1].highest_epoch == 1
     assert allocator.hellos[1].agent_instance_id != allocator.hellos[0].agent_instance_id

@@ -16,7 +16,8 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from tests.core_world import PlayedNode, World, inventory, part, spec, whole
+from tests.core_world import World, inventory, part, spec, whole
+from tests.played_node import PlayedNode
 
 from gpupool.model.caller import ProcessRef
 from gpupool.model.event import Event
@@ -28,6 +29,18 @@ from gpupool_allocator.core.events import WritesAccepted, WritesRefused
 from gpupool_allocator.core.settings import PoolSettings
 
 NODES = {"n1": 4, "n10": 2, "n2": 1, "cpu": 0}
+
+CORRECTIONS = {
+    "assignment.gone",
+    "assignment.unclaimed",
+    "assignment.unwanted",
+    "device.unconfirmed",
+    "holder.unwanted",
+    "holder.unwatched",
+    "member.ended",
+    "member.preparing",
+}
+"""Events that say that book and account differed."""
 
 _policies = st.sampled_from([None, OnFailure.STOP, OnFailure.WAIT])
 _spreads = st.sampled_from(
@@ -75,7 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
         for name, gpus in NODES.items():
             self.world.nodes[NodeId(name)] = PlayedNode(NodeId(name), inventory(name, gpus))
             self.world.connect(self.world.nodes[NodeId(name)])
-        self.acknowledged: dict[str, Lease] = {}
+        self.forgetful: set[str] = set()
 
     # -- callers -----------------------------------------------------------------
 
@@ -155,13 +168,34 @@ class PoolMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         self.world.settle()
 
+    @rule(name=st.sampled_from(list(NODES)))
+    def account(self, name: str) -> None:
+        """Whatever is on its way: an account of a node that lost nothing corrects nothing."""
+        node = self.world.nodes[NodeId(name)]
+        if node.connection is not None:
+            corrected = CORRECTIONS & set(self.world.account(node))
+            assert not corrected or name in self.forgetful, (name, corrected)
+            self.forgetful.discard(name)
+
+    @rule(name=st.sampled_from(list(NODES)), what=st.sampled_from(["work", "watches", "report"]))
+    def lose(self, name: str, what: str) -> None:
+        """The agent forgets something, or its report gets lost, and nobody is told."""
+        node = self.world.nodes[NodeId(name)]
+        self.forgetful.add(name)
+        if what == "work":
+            node.forget(*node.running)
+        elif what == "watches":
+            node.watched.clear()
+        elif node.connection is not None:
+            node.obey()
+
     @rule(name=st.sampled_from(list(NODES)), reboot=st.booleans())
     def cut_off(self, name: str, reboot: bool) -> None:
         node = self.world.nodes[NodeId(name)]
         self.world.disconnect(node)
         if reboot:
             node.boot_id += "x"
-            node.running = {}
+            node.forget(*node.running)
             node.instance += "x"
 
     @rule(name=st.sampled_from(list(NODES)))
@@ -203,8 +237,7 @@ class PoolMachine(RuleBasedStateMachine):
                 for share in assignment.place.devices
             )
         }
-        for key in gone:
-            del node.running[key]
+        node.forget(*gone)
         self.world.connect(node)
 
     # -- time and the allocator --------------------------------------------------
@@ -273,6 +306,8 @@ class PoolMachine(RuleBasedStateMachine):
             world.connect(node)
         for _ in range(20):
             world.settle()
+            for node in world.nodes.values():
+                world.account(node)
             open_leases = world.pool.leases(limit=1000)
             if not open_leases:
                 break

@@ -11,8 +11,11 @@ from tests.simulation.clock import Clock
 from tests.simulation.wire import Link
 
 from gpupool.model.assignment import Hello, Report
+from gpupool.model.caller import Caller, Role
 from gpupool.model.event import Event
-from gpupool.model.ids import CommandId, ConnectionId
+from gpupool.model.ids import CommandId, ConnectionId, LeaseId
+from gpupool.model.lease import LeaseState
+from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.effects import (
     Alarm,
     Answer,
@@ -27,6 +30,7 @@ from gpupool_allocator.core.effects import (
     Stored,
 )
 from gpupool_allocator.core.events import (
+    EndUnclaimed,
     NodeConnected,
     NodeDisconnected,
     NodeReported,
@@ -36,7 +40,8 @@ from gpupool_allocator.core.events import (
 from gpupool_allocator.core.pool import Pool
 from gpupool_allocator.core.settings import PoolSettings
 
-SETTINGS = PoolSettings(queue_max=50, ended_kept=200, reservation_s=3.0)
+# Accounts follow the report interval: many of them meet what is on its way.
+SETTINGS = PoolSettings(queue_max=50, ended_kept=200, reservation_s=3.0, report_interval_s=0.25)
 
 
 class Daemon:
@@ -54,6 +59,7 @@ class Daemon:
         self.serving = False
         self.faulty = True
         self.crashes = 0
+        self.lost: list[LeaseId] = []
         self._inbox: list[PoolEvent] = []
         self._committing = False
         self._ids = 0
@@ -90,6 +96,43 @@ class Daemon:
         self.links.clear()
         self.heard.clear()
         self.clock.after(self.clock.chance.uniform(0.1, 2.0), self.start)
+
+    def lose_lease(self) -> None:
+        """The book forgets a lease that nobody is waiting to hear of, in memory and on disk."""
+        if not self.serving or self._committing:
+            return
+        state = self.pool._state
+        known = [
+            lease
+            for lease in state.leases.values()
+            if lease.state is LeaseState.ACTIVE and not lease.listeners
+        ]
+        if not known:
+            return
+        lease = self.clock.chance.choice(known)
+        for member in lease.members:
+            state.books.unbook(lease.key(member))
+            del state.nodes[member.place.node_id].members[lease.key(member)]
+        state.clocks.clear(lease.lease_id, *ClockKind)
+        del state.leases[lease.lease_id], state.requests[lease.spec.tenant, lease.request_id]
+        del self.store["lease", lease.lease_id]
+        self.lost.append(lease.lease_id)
+        self.pool.check()
+
+    def end_unclaimed(self) -> None:
+        """An operator ends what nobody knows."""
+        if not self.serving:
+            return
+        for each in self.pool.unclaimed():
+            self.send(
+                EndUnclaimed(
+                    command=self.command(),
+                    caller=Caller(role=Role.OPERATOR),
+                    node_id=each.node_id,
+                    lease_id=each.lease_id,
+                    unix_s=self.clock.unix_s,
+                )
+            )
 
     # -- events in, effects out ------------------------------------------------------
 

@@ -58,6 +58,7 @@ class Machine:
         self.lost: set[DeviceUuid] = set()
         self.processes: dict[AssignmentKey, tuple[int, Assignment]] = {}
         self.pids = 100
+        self.forgot = 0
         self.checkpoint: Checkpoint | None = None
         self.link: Link | None = None
         self.node: Node | None = None
@@ -95,6 +96,24 @@ class Machine:
         self.boots += 1
         self.processes.clear()
         self.start_agent()
+
+    def lose_assignment(self) -> None:
+        """The agent's core forgets what it runs, without a word; its job dies some time later."""
+        if self.node is None:
+            return
+        book = self.node._book
+        idle = [name for name, kept in book.kept.items() if kept.step is None]
+        if not idle:
+            return
+        key, token = self.clock.chance.choice(idle)
+        del book.kept[key, token]
+        book._index = None
+        self.forgot += 1
+        running = self.processes.get(key)
+        if running is not None and running[1].token == token:
+            self.clock.after(
+                self.clock.chance.uniform(0.0, 20.0), lambda: self._job_ends(key, running[0])
+            )
 
     def _handle(self, node: Node, event: NodeEvent) -> None:
         if node is not self.node:

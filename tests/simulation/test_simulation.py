@@ -44,7 +44,8 @@ class Simulation:
         self._heal()
         for _ in range(HEALING_ROUNDS_MAX):
             self.clock.run_for(HEALING_S)
-            if not self.daemon.pool.leases(limit=1):
+            self.daemon.end_unclaimed()
+            if not self.daemon.pool.leases(limit=1) and not self.daemon.pool.unclaimed(limit=1):
                 break
         self._check_outcome()
 
@@ -74,7 +75,10 @@ class Simulation:
         chance = self.clock.chance
         machine = self.machines[chance.choice(sorted(self.machines))]
         fault = chance.choice(
-            ["crash", "agent", "reboot", "cut", "silent", "gpu", "refuse", "agent", "cut"]
+            [
+                *("crash", "agent", "reboot", "cut", "silent", "gpu", "refuse", "agent", "cut"),
+                *("forget", "lost up", "lost down", "lost lease"),
+            ]
         )
         if fault == "crash":
             self.daemon.crash()
@@ -93,7 +97,20 @@ class Simulation:
             machine.lost ^= {uuid}
         elif fault == "refuse":
             machine.refuse_pct = chance.choice([0, 50, 100])
+        else:
+            self._lose_something(fault, machine)
         self.clock.after(chance.expovariate(1 / 6.0), self._break_something)
+
+    def _lose_something(self, fault: str, machine: Machine) -> None:
+        """What no crash and no cut explains: either side, or the stream, forgets."""
+        if fault == "forget":
+            machine.lose_assignment()
+        elif fault == "lost lease":
+            self.daemon.lose_lease()
+        elif fault == "lost up" and machine.link is not None:
+            machine.link.lose_up = self.clock.chance.randint(1, 3)
+        elif fault == "lost down" and machine.link is not None:
+            machine.link.lose_down = 1
 
     def _start(self, machine: Machine) -> None:
         if machine.node is None:
@@ -133,6 +150,7 @@ class Simulation:
         summary = self.daemon.pool.summary()
         left = self.daemon.pool.leases(limit=1000)
         assert not left, f"leases left: {[(lease.lease_id, lease.state) for lease in left]}"
+        assert self.daemon.pool.unclaimed() == []
         assert summary.devices_free == sum(HOSTS.values()), summary
         for machine in self.machines.values():
             assert machine.node is not None

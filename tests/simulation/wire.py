@@ -1,4 +1,7 @@
-"""Streams between nodes and the allocator: in order, late, and cut without notice."""
+"""Streams between nodes and the allocator: in order, late, and cut without notice.
+
+A message can also be lost on a stream that lives on, as by a bug at either end of it.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -17,6 +20,7 @@ class Link:
         self.connection = connection
         self.open = True
         self.silent = False
+        self.lose_up = self.lose_down = 0
         self.down: Callable[[Welcome | DesiredState], None] = lambda _: None
         self.up: Callable[[Report], None] = lambda _: None
         self.closed: Callable[[], None] = lambda: None
@@ -25,6 +29,10 @@ class Link:
 
     def send_up(self, report: Report) -> None:
         """The agent sends; later messages never overtake."""
+        # An inventory is said once: it is what no later report puts right.
+        if self.lose_up and report.inventory is None:
+            self.lose_up -= 1
+            return
         self._up_free = max(self._up_free, self.clock.now + self._delay())
         self.clock.after(
             self._up_free - self.clock.now, lambda: self.up(report) if self._alive() else None
@@ -32,6 +40,9 @@ class Link:
 
     def send_down(self, message: Welcome | DesiredState) -> None:
         """The allocator sends."""
+        if self.lose_down and isinstance(message, DesiredState):
+            self.lose_down -= 1
+            return
         self._down_free = max(self._down_free, self.clock.now + self._delay())
         self.clock.after(
             self._down_free - self.clock.now,

@@ -75,7 +75,7 @@ class Kept:
         self.check_delay_s = min(self.check_delay_s * 2, CHECK_DELAY_S_MAX)
 
     def report(self, *, with_place: bool = False) -> AssignmentReport:
-        """What the allocator is told; the place only in Hello."""
+        """What the allocator is told; the place only in Hello and in full accounts."""
         return AssignmentReport(
             key=self.assignment.key,
             token=self.assignment.token,

@@ -125,13 +125,16 @@ class Node:
     def next_deadline(self) -> float | None:
         """When TimePassed is due; None: nothing is waited for."""
         times = [*self._book.deadlines(), *self._clock.deadlines(self._book, self._now)]
+        if self._connected:
+            times.append(self._outbox.account_due_s)
         forget_s = self._devices.next_forget_s(self._book.in_use())
         if forget_s is not None:
             times.append(forget_s)
         return min(times, default=None)
 
     def hello(self, *, agent_version: str, agent_instance_id: str) -> Hello:
-        """How the agent introduces itself, with what runs here."""
+        """How the agent introduces itself on the connection that it opens, with what runs here."""
+        self._outbox.said_in_hello(self._inventory)
         return Hello(
             node_id=self._node_id,
             boot_id=self._boot_id,
@@ -172,9 +175,10 @@ class Node:
     def _take(self, event: NodeEvent, now: float) -> list[NodeEffect]:
         match event:
             case Connected():
-                return self._connect(event)
+                return self._connect(event, now)
             case Disconnected():
                 self._connected = False
+                self._outbox.end()
                 self._changed |= self._clock.lose(now)
             case DesiredArrived():
                 return self._desire(event.desired, now)
@@ -205,7 +209,7 @@ class Node:
                 assert_never(event)
         return []
 
-    def _connect(self, event: Connected) -> list[NodeEffect]:
+    def _connect(self, event: Connected, now: float) -> list[NodeEffect]:
         refusal = self._fence.refuse_welcome(event.welcome.epoch)
         if refusal:
             return [
@@ -215,7 +219,8 @@ class Node:
         self._connected = True
         self._changed |= self._clock.contact()
         self._changed |= self._fence.enter(event.welcome.epoch)
-        return [SendReport(report=self._outbox.full(self._inventory, self._fence.revision))]
+        self._outbox.begin(event.welcome.report_interval_s, now)
+        return []
 
     def _desire(self, desired: DesiredState, now: float) -> list[NodeEffect]:
         refusal = self._fence.refuse_desired(desired)
@@ -276,7 +281,7 @@ class Node:
             hostname=self._host.hostname,
         )
         if self._connected:
-            report = self._outbox.delta(self._inventory, self._fence.revision)
+            report = self._outbox.report(self._inventory, self._fence.revision, now)
             if report is not None:
                 effects.append(SendReport(report=report))
         if self._changed or self._book.changed:

@@ -1,4 +1,9 @@
-"""What the allocator is told: everything once, then only what changed."""
+"""What the allocator is told: what changed, and in between everything anew.
+
+A full account begins each connection and comes again at a steady pace. The allocator
+holds its book against it, so that whatever either side has lost is found within
+minutes and not only at the next connection.
+"""
 
 from gpupool.model.assignment import (
     AssignmentReport,
@@ -13,6 +18,13 @@ from gpupool_agent.core.book import Book
 from gpupool_agent.core.devices import Devices, describe, stray
 from gpupool_agent.core.holders import Holders
 
+ACCOUNT_INTERVALS = 12
+"""A full account comes once in so many report intervals: every minute by default."""
+
+ACCOUNT_S_MIN = 1.0
+ACCOUNT_S_MAX = 300.0
+"""However short or long the report interval is."""
+
 STRAYS_MAX = 64
 """Strays named on one device; a fork bomb must not fill the wire."""
 
@@ -24,7 +36,8 @@ class Faults:
 
     def __init__(self) -> None:
         self.open: dict[FaultName, FaultReport] = {}
-        self._untold: list[FaultReport] = []
+        # The last word on each: bounded however long nobody listens.
+        self._untold: dict[FaultName, FaultReport] = {}
 
     def update(self, devices: Devices, unix_s: float) -> None:
         """Open and close device faults after a reading."""
@@ -44,8 +57,7 @@ class Faults:
             fault = FaultReport(
                 code=code, device_uuid=uuid, evidence=evidence, open=True, unix_s=unix_s
             )
-            self.open[code, uuid] = fault
-            self._untold.append(fault)
+            self.open[code, uuid] = self._untold[code, uuid] = fault
 
     def close(self, code: str, uuid: DeviceUuid | None, unix_s: float) -> None:
         """Close a fault that is open."""
@@ -54,17 +66,18 @@ class Faults:
             closed = FaultReport(
                 code=code, device_uuid=uuid, evidence=fault.evidence, open=False, unix_s=unix_s
             )
-            self._untold.append(closed)
+            self._untold[code, uuid] = closed
 
     def take_untold(self) -> tuple[FaultReport, ...]:
         """Changes since the last report."""
-        untold, self._untold = tuple(self._untold), []
+        untold = tuple(self._untold.values())
+        self._untold.clear()
         return untold
 
-    def all(self) -> tuple[FaultReport, ...]:
-        """Every open fault, for a full report; closed ones are then history."""
-        self._untold = []
-        return tuple(self.open.values())
+    def account(self) -> tuple[FaultReport, ...]:
+        """Every open fault, and before them those closed since the last report."""
+        closed = tuple(fault for fault in self.take_untold() if not fault.open)
+        return (*closed, *self.open.values())
 
 
 class Outbox:
@@ -78,25 +91,51 @@ class Outbox:
         self._assignments: dict[AssignmentName, AssignmentReport] = {}
         self._reports: dict[DeviceUuid, DeviceReport] = {}
         self._inventory: NodeInventory | None = None
+        self._account_every_s = ACCOUNT_S_MAX
+        self.account_due_s = 0.0
+        """When the next full account is due, while there is a connection."""
 
-    def full(self, inventory: NodeInventory, revision: int) -> Report:
-        """The snapshot that a connection begins with."""
-        self._holders.tell_all()
+    def said_in_hello(self, inventory: NodeInventory) -> None:
+        """The connection that is being opened need not hear this inventory again."""
         self._inventory = inventory
-        self._assignments = self._assignments_now()
-        self._reports = self.devices_now()
-        return Report(
+
+    def begin(self, report_interval_s: float, now: float) -> None:
+        """A connection begins, with a full account."""
+        every_s = ACCOUNT_INTERVALS * report_interval_s
+        self._account_every_s = min(max(every_s, ACCOUNT_S_MIN), ACCOUNT_S_MAX)
+        self.account_due_s = now
+        # What was closed while nobody listened is history.
+        self._faults.take_untold()
+
+    def end(self) -> None:
+        """The connection is over: the next one has heard nothing yet."""
+        self._inventory = None
+
+    def report(self, inventory: NodeInventory, revision: int, now: float) -> Report | None:
+        """What is to be said now; None: nothing."""
+        if now >= self.account_due_s:
+            self.account_due_s = now + self._account_every_s
+            return self._account(inventory, revision)
+        return self._delta(inventory, revision)
+
+    def _account(self, inventory: NodeInventory, revision: int) -> Report:
+        """Everything; only the inventory, which is big, is left out where it was said."""
+        self._holders.tell_all()
+        self._assignments, self._reports = self._assignments_now(), self.devices_now()
+        report = Report(
             full=True,
-            inventory=inventory,
-            assignments=tuple(self._assignments.values()),
+            inventory=None if inventory == self._inventory else inventory,
+            assignments=tuple(kept.report(with_place=True) for kept in self._book.kept.values()),
             devices=tuple(self._reports.values()),
             alive_holders=self._holders.alive(),
             ended_holders=self._holders.take_untold(),
             accepted_revision=revision,
-            faults=self._faults.all(),
+            faults=self._faults.account(),
         )
+        self._inventory = inventory
+        return report
 
-    def delta(self, inventory: NodeInventory, revision: int) -> Report | None:
+    def _delta(self, inventory: NodeInventory, revision: int) -> Report | None:
         """What changed since the last report; None: nothing."""
         assignments, devices = self._assignments_now(), self.devices_now()
         report = Report(

@@ -2,22 +2,19 @@
 
 from dataclasses import replace
 
-from gpupool.model.assignment import AssignmentState, Hello, Welcome
+from gpupool.model.assignment import Hello, Welcome
 from gpupool.model.errors import ErrorKind, Refused
 from gpupool.model.ids import ConnectionId, DeviceUuid, NodeId
 from gpupool.model.inventory import NodeInventory, NodeRecord
-from gpupool.model.lease import LeaseState, MemberState
+from gpupool.model.lease import LeaseState
 from gpupool.model.limits import DEVICES_PER_NODE_MAX
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.effects import CloseConnection, Put, RaiseEpoch, SendWelcome
 from gpupool_allocator.core.ending import begin_end, member_ended
 from gpupool_allocator.core.entries import DeviceEntry, NodeEntry
 from gpupool_allocator.core.events import NodeConnected, NodeDisconnected
-from gpupool_allocator.core.reporting import (
-    device_lost,
-    take_assignment_reports,
-    take_device_reports,
-)
+from gpupool_allocator.core.reporting import device_lost, take_device_reports
+from gpupool_allocator.core.settling import settle_assignments
 from gpupool_allocator.core.state import State
 from gpupool_allocator.core.unclaimed import forget_unclaimed
 
@@ -45,6 +42,7 @@ def connect(state: State, event: NodeConnected, now: float) -> None:
     rebooted = bool(node.boot_id) and node.boot_id != hello.boot_id
     node.connection = event.connection
     node.accepted_revision = 0
+    node.behind = None
     node.last_seen_unix_s = event.unix_s
     node.agent_instance_id = hello.agent_instance_id
     _settle_identity(state, node, hello, rebooted=rebooted)
@@ -68,7 +66,7 @@ def connect(state: State, event: NodeConnected, now: float) -> None:
         state.clocks.clear(lease_id, ClockKind.HOLDER)
     if rebooted:
         _end_holders_of_last_boot(state, node)
-    _settle_assignments(state, node, hello, now)
+    settle_assignments(state, node, hello.assignments, accepted=None, now=now)
     state.books.offer_node(node_id, True)
     state.node_freed(node_id)
     state.node_changed(node_id)
@@ -245,39 +243,6 @@ def _end_holders_of_last_boot(state: State, node: NodeEntry) -> None:
             LeaseState.EXPIRED,
             f"its holder's node {node.node_id} has rebooted",
         )
-
-
-def _settle_assignments(state: State, node: NodeEntry, hello: Hello, now: float) -> None:
-    """Brings the book and the node's own account of what it runs together, both ways."""
-    take_assignment_reports(state, node, hello.assignments, complete=True, now=now)
-    said = {
-        report.key: report.token
-        for report in hello.assignments
-        if report.state is not AssignmentState.ENDED
-    }
-    for key, member in list(node.members.items()):
-        if said.get(key) == member.token:
-            continue
-        lease = state.leases[key.lease_id]
-        if member.state is MemberState.ENDING:
-            member_ended(state, lease, member)
-        elif member.state is MemberState.READY:
-            member.state = MemberState.PREPARING
-            member.environment = None
-            member.seen = False
-            lease.generation += 1
-            state.out.record(
-                "member.preparing",
-                lease.lease_id,
-                f"node {node.node_id} does not run it any more",
-                {"rank": str(member.rank)},
-            )
-            state.lease_changed(lease, tell=True)
-        else:
-            member.seen = False
-    for key, record in list(state.unclaimed.items()):
-        if record.node_id == node.node_id and key not in said:
-            forget_unclaimed(state, record, "the node does not run it any more")
 
 
 def disconnect(state: State, event: NodeDisconnected, now: float) -> None:

@@ -18,14 +18,18 @@ from gpupool.model.lease import (
 )
 from gpupool.model.request import LeaseSpec
 
+RUNS_ON_NODE = (MemberState.PREPARING, MemberState.READY)
+"""Member states that a node's desired state names."""
+
 
 @dataclass(slots=True, kw_only=True)
 class MemberEntry:
     """A member.
 
     ``seen``: its node has spoken of this token, so only the node can say that it
-    ended. ``dropped_at``: the revision of the node's desired state that no longer
-    names it. ``assignment`` is what its node must carry out, made once for each token.
+    ended. ``named_at``, ``dropped_at``: the revisions of the node's desired state that
+    are the first to name this token, and to name it no longer. ``assignment`` is what
+    its node must carry out, made once for each token.
     """
 
     group: str
@@ -36,8 +40,17 @@ class MemberEntry:
     state: MemberState = MemberState.PREPARING
     environment: dict[str, str] | None = None
     seen: bool = False
+    named_at: int | None = None
     dropped_at: int | None = None
     assignment: Assignment | None = None
+
+    def begin_anew(self, token: int) -> None:
+        """Its node has nothing of it, and is to prepare it under this token."""
+        self.state = MemberState.PREPARING
+        self.token = token
+        self.environment = None
+        self.seen = False
+        self.named_at = None
 
     def frozen(self, *, reachable: bool) -> Member:
         """The member as others see it; one on a cut-off node is unreachable."""
@@ -161,11 +174,18 @@ class DeviceEntry:
         return self.present and self.confirmed and self.clean and not self.failed
 
 
+FaultName = tuple[str, DeviceUuid | None]
+"""Code and device of a fault; no device: the node."""
+
+
 @dataclass(slots=True, kw_only=True)
 class NodeEntry:
     """A node. ``connection`` None: not connected in this term, or cut off.
 
-    ``welcomed``: it has heard of this term's epoch from this very process.
+    ``welcomed``: it has heard of this term's epoch from this very process. ``behind``:
+    a revision that it had not accepted when it spoke, and when that was noticed.
+    ``unclaimed`` names what it runs and the pool does not know, ``faults`` what it has
+    found wrong.
     """
 
     node_id: NodeId
@@ -178,8 +198,11 @@ class NodeEntry:
     last_seen_unix_s: float = 0.0
     revision: int = 0
     accepted_revision: int = 0
+    behind: tuple[int, float] | None = None
     devices: dict[DeviceUuid, DeviceEntry] = field(default_factory=dict[DeviceUuid, DeviceEntry])
     members: dict[AssignmentKey, MemberEntry] = field(
         default_factory=dict[AssignmentKey, MemberEntry]
     )
     held_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
+    unclaimed: dict[AssignmentKey, None] = field(default_factory=dict[AssignmentKey, None])
+    faults: dict[FaultName, None] = field(default_factory=dict[FaultName, None])

@@ -8,6 +8,7 @@
 * ``ending``      release and expiry; nodes confirm before anything is free again
 * ``connecting``  agents come, go, reboot; inventories are merged
 * ``reporting``   what nodes say of assignments, devices and holders
+* ``settling``    a node's whole account against the book, both ways
 * ``serving``     the queue and the places kept for its head
 * ``restoring``   from the store's records after a restart
 * ``reading``     pictures for the outside
@@ -31,12 +32,12 @@ from gpupool.model.views import (
     PoolSummary,
     UnclaimedAssignment,
 )
-from gpupool_allocator.core import commands, connecting, reading, reporting, restoring, serving
+from gpupool_allocator.core import commands, connecting, reading, restoring, serving, settling
 from gpupool_allocator.core.books import Books
 from gpupool_allocator.core.checking import check
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.effects import Effect, Stored
-from gpupool_allocator.core.ending import begin_end, end_unseen
+from gpupool_allocator.core.ending import begin_end
 from gpupool_allocator.core.events import (
     Acquire,
     AddHold,
@@ -159,13 +160,7 @@ class Pool:
         if report.inventory is not None and report.inventory != node.inventory:
             connecting.take_inventory(state, node, report.inventory)
             connecting.store_node(state, node)
-        reporting.take_device_reports(state, node, report.devices)
-        reporting.take_assignment_reports(state, node, report.assignments, complete=False, now=now)
-        if report.accepted_revision > node.accepted_revision:
-            node.accepted_revision = report.accepted_revision
-            end_unseen(state, node)
-        reporting.take_faults(state, node, report.faults)
-        reporting.take_holder_ends(state, node.node_id, report.ended_holders)
+        settling.take_report(state, node, report, now)
 
     def _time_passed(self, now: float) -> None:
         state = self._state

@@ -15,21 +15,19 @@ from gpupool.model.request import OnFailure
 from gpupool_allocator.core.books import BookingError
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.ending import begin_end, member_ended
-from gpupool_allocator.core.entries import LeaseEntry, MemberEntry, NodeEntry
+from gpupool_allocator.core.entries import FaultName, LeaseEntry, MemberEntry, NodeEntry
 from gpupool_allocator.core.granting import place_on_node, place_text, replan_member
 from gpupool_allocator.core.state import State
-from gpupool_allocator.core.unclaimed import book_unclaimed, forget_unclaimed, keep_unclaimed
+from gpupool_allocator.core.unclaimed import book_unclaimed, forget_unclaimed
+
+FAULTS_PER_NODE_MAX = 1024
+"""Open faults remembered of one node; it names no more of them in one report."""
 
 
 def take_assignment_reports(
-    state: State,
-    node: NodeEntry,
-    reports: Iterable[AssignmentReport],
-    *,
-    complete: bool,
-    now: float = 0.0,
+    state: State, node: NodeEntry, reports: Iterable[AssignmentReport], now: float
 ) -> None:
-    """Takes in what a node says of its assignments; ``complete``: it named all of them."""
+    """Takes in what a node says of its assignments."""
     for report in reports:
         member = node.members.get(report.key)
         if member is not None and member.token == report.token:
@@ -38,12 +36,6 @@ def take_assignment_reports(
             same = record.node_id == node.node_id and record.report.token == report.token
             if same and report.state is AssignmentState.ENDED:
                 forget_unclaimed(state, record, "the node ended it")
-        elif (
-            complete
-            and report.key.lease_id not in state.leases
-            and report.state is not AssignmentState.ENDED
-        ):
-            keep_unclaimed(state, node, report)
         # Anything else speaks of an older place: the next desired state ends it there.
 
 
@@ -127,9 +119,7 @@ def _take_new_place(state: State, lease: LeaseEntry, member: MemberEntry, place:
         state.out.alarm("booking_refused", f"books refused a validated replacement: {refused}")
         return False
     member.place = place
-    member.token = state.next_token()
-    member.state = MemberState.PREPARING
-    member.seen = False
+    member.begin_anew(state.next_token())
     lease.generation += 1
     place_on_node(state, lease, member)
     state.out.record(
@@ -148,10 +138,7 @@ def _member_lost(state: State, lease: LeaseEntry, member: MemberEntry, reason: s
         return
     if lease.spec.on_failure is OnFailure.WAIT:
         # The node has buried the old token, so the member gets a new one.
-        member.state = MemberState.PREPARING
-        member.token = state.next_token()
-        member.seen = False
-        member.environment = None
+        member.begin_anew(state.next_token())
         lease.generation += 1
         state.node_changed(member.place.node_id)
         state.out.record("member.preparing", lease.lease_id, reason, {"rank": str(member.rank)})
@@ -207,15 +194,40 @@ def device_lost(state: State, uuid: DeviceUuid, reason: str) -> None:
             begin_end(state, lease, LeaseState.FAILED, f"device {uuid}: {reason}")
 
 
-def take_faults(state: State, node: NodeEntry, reports: Iterable[FaultReport]) -> None:
-    """Puts what an agent found wrong into the history."""
+def take_faults(
+    state: State, node: NodeEntry, reports: Iterable[FaultReport], *, complete: bool
+) -> None:
+    """Puts what an agent found wrong into the history; ``complete``: it named every open one."""
+    reports = tuple(reports)
     for fault in reports:
-        state.out.record(
-            "fault.opened" if fault.open else "fault.closed",
-            fault.device_uuid or node.node_id,
-            fault.evidence,
-            {"code": fault.code, "node_id": node.node_id},
-        )
+        name = (fault.code, fault.device_uuid)
+        if not fault.open:
+            node.faults.pop(name, None)
+        elif name in node.faults:
+            continue  # told once more
+        else:
+            node.faults[name] = None
+        _record_fault(state, node, name, fault.evidence, is_open=fault.open)
+    if complete:
+        named = {(fault.code, fault.device_uuid) for fault in reports if fault.open}
+        for name in [name for name in node.faults if name not in named]:
+            del node.faults[name]
+            cause = f"node {node.node_id} does not name it any more"
+            _record_fault(state, node, name, cause, is_open=False)
+    while len(node.faults) > FAULTS_PER_NODE_MAX:
+        del node.faults[next(iter(node.faults))]
+
+
+def _record_fault(
+    state: State, node: NodeEntry, name: FaultName, cause: str, *, is_open: bool
+) -> None:
+    code, device_uuid = name
+    state.out.record(
+        "fault.opened" if is_open else "fault.closed",
+        device_uuid or node.node_id,
+        cause,
+        {"code": code, "node_id": node.node_id},
+    )
 
 
 def take_holder_ends(state: State, node_id: NodeId, ends: Iterable[HolderEnd]) -> None:

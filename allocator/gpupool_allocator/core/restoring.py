@@ -49,7 +49,7 @@ def rebuild(state: State, restored: Restored, now: float, unix_s: float) -> None
             at = now + max(0.0, hold.expire_unix_s - unix_s)
             state.clocks.set(hold.hold_id, ClockKind.HOLD, at)
     for record in restored.unclaimed:
-        state.unclaimed[record.report.key] = record
+        _add_unclaimed(state, record)
     for node_id, entry in state.nodes.items():
         state.apply_holds(node_id)
         book_unclaimed(state, node_id)
@@ -77,6 +77,13 @@ def _add_node(state: State, node_id: NodeId, record: NodeRecord | None) -> None:
         node.devices[device.uuid] = DeviceEntry(device=device)
         state.device_nodes[device.uuid] = node_id
     state.put_on_books(node_id, inventory)
+
+
+def _add_unclaimed(state: State, record: UnclaimedRecord) -> None:
+    if record.node_id not in state.nodes:
+        _add_node(state, record.node_id, None)
+    state.unclaimed[record.report.key] = record
+    state.nodes[record.node_id].unclaimed[record.report.key] = None
 
 
 def _add_lease(state: State, record: Lease, now: float, unix_s: float) -> None:

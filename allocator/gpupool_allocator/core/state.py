@@ -17,18 +17,15 @@ from gpupool.model.assignment import (
 from gpupool.model.hold import Hold
 from gpupool.model.ids import CommandId, DeviceUuid, HoldId, LeaseId, NodeId
 from gpupool.model.inventory import NodeInventory
-from gpupool.model.lease import Lease, LeaseState, MemberState
+from gpupool.model.lease import Lease, LeaseState
 from gpupool.model.request import NODE_LABEL
 from gpupool_allocator.core.books import Books
 from gpupool_allocator.core.clocks import ClockKind, Clocks
 from gpupool_allocator.core.effects import Answer, Delete, Put, SendDesired, UnclaimedRecord
-from gpupool_allocator.core.entries import LeaseEntry, NodeEntry
+from gpupool_allocator.core.entries import RUNS_ON_NODE, LeaseEntry, NodeEntry
 from gpupool_allocator.core.outbox import Outbox
 from gpupool_allocator.core.settings import PoolSettings
 from gpupool_allocator.core.waiting import WaitQueue
-
-RUNS_ON_NODE = (MemberState.PREPARING, MemberState.READY)
-"""Member states that a node's desired state names."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,6 +173,9 @@ class State:
         node.revision += 1
         if node.connection is None:
             return
+        for member in node.members.values():
+            if member.named_at is None and member.state in RUNS_ON_NODE:
+                member.named_at = node.revision
         self.out.tell(
             SendDesired(
                 connection=node.connection, node_id=node.node_id, desired=self.desired(node)
@@ -201,9 +201,8 @@ class State:
             holders=tuple(holders),
             unclaimed=tuple(
                 key
-                for key, record in self.unclaimed.items()
-                if record.node_id == node.node_id
-                and record.report.state is not AssignmentState.ENDING
+                for key in node.unclaimed
+                if self.unclaimed[key].report.state is not AssignmentState.ENDING
             ),
         )
 
@@ -212,7 +211,9 @@ class State:
         self.clocks.clear(lease.lease_id, ClockKind.HOLDER, ClockKind.WAIT, ClockKind.END)
         self.ended.append(lease.lease_id)
         while len(self.ended) > self.settings.ended_kept:
-            old = self.leases.pop(self.ended.popleft())
+            old = self.leases[self.ended.popleft()]
+            self._tell(old)  # one event may end more leases than are kept
+            del self.leases[old.lease_id]
             self.requests.pop((old.spec.tenant, old.request_id), None)
             self.changed_leases.pop(old.lease_id, None)
             self.out.put("lease", old.lease_id, Delete(record=old.frozen()))

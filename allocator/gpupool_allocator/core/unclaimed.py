@@ -21,6 +21,7 @@ def keep_unclaimed(state: State, node: NodeEntry, report: AssignmentReport) -> N
         return
     record = UnclaimedRecord(node_id=node.node_id, report=report)
     state.unclaimed[report.key] = record
+    node.unclaimed[report.key] = None
     state.out.put("unclaimed", _key(record), Put(record=record))
     _record(state, "assignment.unclaimed", record, "the store does not know the lease")
     book_unclaimed(state, node.node_id)
@@ -28,11 +29,10 @@ def keep_unclaimed(state: State, node: NodeEntry, report: AssignmentReport) -> N
 
 def book_unclaimed(state: State, node_id: NodeId) -> None:
     """Books unclaimed assignments of a node, as soon as nothing of the book overlaps them."""
-    if not state.unclaimed:
-        return
-    for key, record in state.unclaimed.items():
+    for key in state.nodes[node_id].unclaimed:
+        record = state.unclaimed[key]
         place = record.report.place
-        if record.node_id != node_id or place is None or state.books.place_of(key) is not None:
+        if place is None or state.books.place_of(key) is not None:
             continue
         try:
             state.books.book(key, place, uid=record.report.uid, restored=True)
@@ -56,7 +56,7 @@ def drop_unclaimed(state: State, record: UnclaimedRecord, cause: str) -> None:
 def forget_unclaimed(state: State, record: UnclaimedRecord, cause: str) -> None:
     """The assignment is gone from its node."""
     key = record.report.key
-    del state.unclaimed[key]
+    del state.unclaimed[key], state.nodes[record.node_id].unclaimed[key]
     if state.books.place_of(key) is not None:
         state.books.unbook(key)
     state.node_freed(record.node_id)

@@ -72,7 +72,7 @@ class AssignmentReport:
     """What a node says about one assignment.
 
     ``environment`` is complete once prepared. ``place`` and ``uid`` are set in
-    Hello, so that a restored store can show what it does not know.
+    Hello and in full reports, so that an allocator can show what it does not know.
     """
 
     key: AssignmentKey
@@ -150,8 +150,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What is on a node, as far as it changed; everything where ``full`` is set.
+    """What is on a node, as far as it changed.
 
+    A ``full`` one is an account of all assignments, devices, holders and open faults;
+    only the inventory is left out where this connection has heard it.
     ``alive_holders`` is complete in every report: it renews every process-bound
     lease whose holder lives on the node.
     """

@@ -466,7 +466,9 @@ Global___HcaPort: _TypeAlias = HcaPort  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
-    """What is, as far as it changed; a snapshot where full is set."""
+    """What is, as far as it changed; a full account at the start of a connection and
+    about once a minute after it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -479,12 +481,14 @@ class Report(_message.Message):
     ACCEPTED_REVISION_FIELD_NUMBER: _builtins.int
     FAULTS_FIELD_NUMBER: _builtins.int
     full: _builtins.bool
-    """The report holds everything, not only changes."""
+    """All assignments, devices, holders and open faults are named, not only changes:
+    what is not named is not there.
+    """
     accepted_revision: _builtins.int
     """Revision of the desired state that the node has accepted."""
     @_builtins.property
     def inventory(self) -> Global___NodeInventory:
-        """Inventory, when it changed or full is set."""
+        """Inventory, when it is another than this connection has heard."""
 
     @_builtins.property
     def assignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___AssignmentReport]:
@@ -573,14 +577,16 @@ class AssignmentReport(_message.Message):
     reason: _builtins.str
     """Why it failed or does not end."""
     uid: _builtins.int
-    """User id of the assignment; in Hello."""
+    """User id of the assignment; in Hello and full reports."""
     @_builtins.property
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """For the holder, when prepared."""
 
     @_builtins.property
     def place(self) -> _resources_pb2.Place:
-        """What it stands on; in Hello, so that a restored store can show it."""
+        """What it stands on; in Hello and full reports, so that an allocator can show
+        what it does not know.
+        """
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ from gpupool.model.caller import ProcessRef
 from gpupool.model.ids import NodeId
 from gpupool.model.lease import LeaseState
 from gpupool.model.request import OnFailure
+from gpupool_allocator.core.settings import PoolSettings
 
 
 def test_a_released_gpu_is_offered_only_after_its_node_confirmed_it_clean() -> None:
@@ -187,3 +188,17 @@ def test_slices_of_an_ended_lease_leave_the_others_alone() -> None:
     world.settle()
     assert world.now_lease(second).state is LeaseState.ACTIVE
     assert world.granted(part(40)).state is LeaseState.ACTIVE
+
+
+def test_listeners_hear_of_every_end_though_one_event_ends_more_leases_than_are_kept() -> None:
+    world = World(PoolSettings(ended_kept=1))
+    node = world.add_node("n1", gpus=4)
+    commands = [world.acquire(whole(1), follow=True) for _ in range(4)]
+    world.settle()
+    for command in commands:
+        world.release(world.lease_of(command))
+    report = node.obey()
+    assert report is not None
+    world.report(node, report)
+    assert {world.lease_of(command).state for command in commands} == {LeaseState.RELEASED}
+    assert world.finished >= set(commands)

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from tests.core_world import PlayedNode, World, inventory, whole
+from tests.core_world import World, inventory, whole
+from tests.played_node import PlayedNode
 
 from gpupool.model.assignment import AssignmentKey
 from gpupool.model.caller import Caller, ProcessRef, Role
