@@ -54,6 +54,7 @@ from gpupool_agent.core.events import (
     WatchHolder,
 )
 from gpupool_agent.core.node import Node
+from gpupool_agent.core.readings import PortCounters
 from gpupool_agent.devices.blocking import BlockingCalls, CallHangsError
 from gpupool_agent.devices.interfaces import Adapters, ProcessWatch
 from gpupool_agent.link import Link
@@ -96,6 +97,7 @@ class Agent:
         self._closed = False
         self._steps = Steps(adapters.mps)
         self.telemetry: tuple[DeviceTelemetry, ...] = ()
+        self.port_counters: tuple[PortCounters, ...] = ()
         host = adapters.host.read()
         self.node = Node(
             node_id=NodeId(settings.node_id),
@@ -109,6 +111,7 @@ class Agent:
             ),
             checkpoint=_load(self._state),
             now=time.monotonic(),
+            rail_rate_mbps=settings.rail_rate_gbps * 1000,
         )
         self._poller = Poller(
             periods=settings,
@@ -117,6 +120,7 @@ class Agent:
             processes=adapters.processes,
             handle=self.handle,
             measured=self._measured,
+            counted=self._counted,
         )
         self.link = Link(settings.allocators, adapters.dial, self)
         self.door = (
@@ -307,6 +311,9 @@ class Agent:
     def _measured(self, devices: tuple[DeviceTelemetry, ...]) -> None:
         self.telemetry = devices
         self.link.send_telemetry(devices)
+
+    def _counted(self, ports: tuple[PortCounters, ...]) -> None:
+        self.port_counters = ports
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

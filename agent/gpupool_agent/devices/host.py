@@ -30,12 +30,12 @@ class ProcHostReader:
         )
 
 
-def real_adapters(run_dir: Path) -> Adapters:
+def real_adapters(run_dir: Path, sysfs: Path) -> Adapters:
     """What an agent meets on a real host; MPS keeps its directories in ``run_dir``."""
     return Adapters(
-        driver=NvmlDriver(),
+        driver=NvmlDriver(sysfs),
         mps=InProcessMps(run_dir / "mps"),
-        hcas=SysfsHcaReader(),
+        hcas=SysfsHcaReader(sysfs),
         host=ProcHostReader(),
         processes=ProcProcessTable(),
         dial=dial,

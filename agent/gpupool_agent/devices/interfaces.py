@@ -16,7 +16,7 @@ import grpc.aio
 from gpupool.model.assignment import AssignmentKey, DeviceTelemetry
 from gpupool.model.ids import DeviceUuid
 from gpupool.model.inventory import Hca
-from gpupool_agent.core.readings import DeviceUsage, DriverInventory
+from gpupool_agent.core.readings import DeviceUsage, DriverInventory, PortCounters
 
 
 class DriverUnavailableError(Exception):
@@ -55,6 +55,10 @@ class HcaReader(Protocol):
 
     def read(self) -> tuple[Hca, ...]:
         """Every adapter with its ports, by name; none is no error."""
+        ...
+
+    def counters(self) -> tuple[PortCounters, ...]:
+        """Counters of every port that has some; a file that refuses is left alone."""
         ...
 
 

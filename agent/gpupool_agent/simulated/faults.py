@@ -4,10 +4,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpupool.model.inventory import FABRIC_STATES
 from gpupool_agent.simulated.sysfs import set_port
 
 if TYPE_CHECKING:
     from gpupool_agent.simulated.host import SimulatedHost
+
+
+_CODE_MAX = 999
 
 
 class ActionError(ValueError):
@@ -71,6 +75,14 @@ async def _nvlinks(host: "SimulatedHost", gpu: str, links: str) -> None:
     host.node.find_gpu(gpu).active_links = int(links)
 
 
+async def _fabric(host: "SimulatedHost", state: str, status: str) -> None:
+    if state not in FABRIC_STATES:
+        raise ActionError(f"STATE is {state!r}; accepted are {', '.join(FABRIC_STATES)}")
+    if not status.isdecimal() or int(status) > _CODE_MAX:
+        raise ActionError(f"STATUS is {status!r}; accepted are 0 to {_CODE_MAX}")
+    host.node.fabric_state, host.node.fabric_status = state, int(status)
+
+
 async def _nvml_hang(host: "SimulatedHost") -> None:
     host.node.answering.clear()
 
@@ -129,6 +141,11 @@ ACTIONS = {
     "gpu-pull": Action(parameters=("GPU",), help="it is taken out", run=_gpu_pull),
     "gpu-add": Action(parameters=("SLOT",), help="a new one in a free slot", run=_gpu_add),
     "nvlinks": Action(parameters=("GPU", "LINKS"), help="so many NVLinks are up", run=_nvlinks),
+    "fabric": Action(
+        parameters=("STATE", "STATUS"),
+        help="its NVLink fabric is so, STATUS a return code of NVML, 0: success",
+        run=_fabric,
+    ),
     "nvml-hang": Action(parameters=(), help="driver calls block", run=_nvml_hang),
     "nvml-resume": Action(parameters=(), help="they go on", run=_nvml_resume),
     "driver-unload": Action(parameters=(), help="the driver has no devices", run=_driver_unload),

@@ -6,6 +6,7 @@ again is the same hardware.
 """
 
 import hashlib
+import re
 import tomllib
 import uuid
 from collections.abc import Mapping
@@ -22,6 +23,9 @@ from gpupool.model.limits import (
 
 _NAMESPACE = uuid.UUID("6b1d7c1e-6f6c-5d1c-9a55-0f6a3f1d2c4b")
 _UNKNOWN = "unknown"
+_BRIDGES = re.compile(
+    r"pci[0-9a-f]{4}:[0-9a-f]{2}(?:/[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])*"
+).fullmatch
 _FOLDER = resources.files("gpupool_agent.simulated") / "machines"
 FABRIC_STATES = {"not_supported": 0, "not_started": 1, "in_progress": 2, "completed": 3}
 """Names of NVML's fabric states and their numbers."""
@@ -67,20 +71,26 @@ class FabricDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotDescription:
-    """Place of a GPU. ``memory_numa_node``: its own memory is a NUMA node (Grace)."""
+    """Place of a GPU. ``memory_numa_node``: its own memory is a NUMA node (Grace).
+
+    ``bridges`` are those above it, as in ``gpupool.model.locality``; empty: a slot at a
+    root complex of its own.
+    """
 
     pci_address: str
+    bridges: str = ""
     numa_node: int = -1
     memory_numa_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HcaDescription:
-    """A network adapter with one port; ``rate_gbps`` in Gb/s."""
+    """A network adapter with one port; ``rate_gbps`` in Gb/s, ``bridges`` as of a slot."""
 
     name: str
     pci_address: str
     rate_gbps: int
+    bridges: str = ""
     numa_node: int = -1
     link_layer: str = "InfiniBand"
 
@@ -174,6 +184,13 @@ def validated(machine: Machine) -> Machine:
     addresses = [slot.pci_address for slot in machine.slots]
     if len(set(addresses)) != len(addresses):
         raise MachineError("slot.pci_address: two slots have the same address")
+    places: list[SlotDescription | HcaDescription] = [*machine.slots, *machine.hcas]
+    for place in places:
+        if place.bridges and not _BRIDGES(place.bridges):
+            raise MachineError(
+                f"bridges {place.bridges!r} of {place.pci_address} are not accepted; they must be"
+                f' like "pci0000:15/0000:15:01.0", root first'
+            )
     return machine
 
 

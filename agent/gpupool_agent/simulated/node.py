@@ -56,7 +56,11 @@ class UnknownGpuError(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedNode:
-    """A node: its machine, and what has happened to it since."""
+    """A node: its machine, and what has happened to it since.
+
+    ``fabric_state`` replaces the machine's where it is set; ``fabric_status`` is the
+    return code of the fabric's start.
+    """
 
     node_id: str
     machine: Machine
@@ -70,6 +74,8 @@ class SimulatedNode:
     session: NvmlSession | None = None
     sessions: int = 0
     silicon: int = 0
+    fabric_state: str = ""
+    fabric_status: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
