@@ -60,6 +60,13 @@ class AgentSettings:
         default=RUN_DIR,
         metadata={"text": "Where MPS directories are; short, since sockets live in them."},
     )
+    cdi_dir: Path | None = field(
+        default=None,
+        metadata={
+            "text": "Where the agent writes CDI specs itself, for container engines that are"
+            " told to read them there. Empty: only its root helper writes them."
+        },
+    )
     sysfs_root: Path = field(
         default=SYSFS_ROOT,
         metadata={"text": "Where the kernel's /sys is: adapters and PCI devices are read there."},

@@ -12,12 +12,12 @@ def lease_environment(
     *,
     devices: Sequence[Device],
     hcas: Sequence[Hca],
-    mps: dict[str, str],
+    added: dict[str, str],
 ) -> dict[str, str]:
     """Environment of one member.
 
-    ``devices`` are all of the node, ``hcas`` have their rails (see ``rails``), ``mps``
-    is what the slice's MPS needs. A member
+    ``devices`` are all of the node, ``hcas`` have their rails (see ``rails``), ``added``
+    is what preparing found out, as what the slice's MPS needs. A member
     without GPUs gets an empty CUDA_VISIBLE_DEVICES, so that it sees none.
     """
     shares = assignment.place.devices
@@ -29,7 +29,7 @@ def lease_environment(
         "GPUPOOL_RANK": str(assignment.key.rank),
         "GPUPOOL_TOKEN": str(assignment.token),
         "GPUPOOL_WORLD_SIZE": str(assignment.world_size),
-        **mps,
+        **added,
     }
     mine = {share.device_uuid for share in shares}
     own = [device for device in devices if device.uuid in mine]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from gpupool.model.assignment import (
+    Assignment,
     AssignmentReport,
     AssignmentState,
     DesiredState,
@@ -161,6 +162,18 @@ class Node:
         """Network adapters at their last reading, with their rails."""
         return self._hcas
 
+    def environment_of(self, assignment: Assignment, added: dict[str, str]) -> dict[str, str]:
+        """The member's whole environment; ``added`` is what preparing adds to it.
+
+        One that was prepared before keeps what its holder has got.
+        """
+        kept = self._book.kept.get((assignment.key, assignment.token))
+        if kept is not None and kept.state is AssignmentState.PREPARED:
+            return dict(kept.environment)
+        return lease_environment(
+            assignment, devices=self._inventory.devices, hcas=self._hcas, added=added
+        )
+
     def devices(self) -> tuple[DeviceReport, ...]:
         """State of every device."""
         return tuple(self._outbox.devices_now().values())
@@ -265,12 +278,7 @@ class Node:
         kept = self._book.kept.get((event.key, event.token))
         environment: dict[str, str] = {}
         if kept is not None and kept.state is AssignmentState.PREPARING:
-            environment = lease_environment(
-                kept.assignment,
-                devices=self._inventory.devices,
-                hcas=self._hcas,
-                mps=event.environment,
-            )
+            environment = self.environment_of(kept.assignment, event.environment)
         self._book.step_done((event.key, event.token), environment, now)
 
     def _settled(self, effects: list[NodeEffect], now: float) -> list[NodeEffect]:

@@ -4,6 +4,7 @@ import os
 import socket
 from pathlib import Path
 
+from gpupool_agent.devices.cdi import CdiDirectory
 from gpupool_agent.devices.hca import SysfsHcaReader
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
 from gpupool_agent.devices.mps import InProcessMps
@@ -30,7 +31,7 @@ class ProcHostReader:
         )
 
 
-def real_adapters(run_dir: Path, sysfs: Path) -> Adapters:
+def real_adapters(run_dir: Path, sysfs: Path, cdi_dir: Path | None) -> Adapters:
     """What an agent meets on a real host; MPS keeps its directories in ``run_dir``."""
     return Adapters(
         driver=NvmlDriver(sysfs),
@@ -39,4 +40,5 @@ def real_adapters(run_dir: Path, sysfs: Path) -> Adapters:
         host=ProcHostReader(),
         processes=ProcProcessTable(),
         dial=dial,
+        cdi=CdiDirectory(cdi_dir) if cdi_dir else None,
     )

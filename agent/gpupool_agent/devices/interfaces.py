@@ -14,7 +14,7 @@ from typing import Protocol
 import grpc.aio
 
 from gpupool.model.assignment import AssignmentKey, DeviceTelemetry
-from gpupool.model.ids import DeviceUuid
+from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool.model.inventory import Hca
 from gpupool_agent.core.readings import DeviceUsage, DriverInventory, PortCounters
 
@@ -205,13 +205,36 @@ class MpsControl(Protocol):
         ...
 
 
+class CdiStore(Protocol):
+    """Where the CDI specs of leases are kept; a part of ``Privileged``.
+
+    Each call raises NotPermittedError or PrivilegedError (see ``privileged``), and may be
+    repeated.
+    """
+
+    async def write_cdi(self, lease_id: LeaseId, spec: bytes) -> None:
+        """Write the lease's spec, or replace it."""
+        ...
+
+    async def remove_cdi(self, lease_id: LeaseId) -> None:
+        """Remove it, if it is there."""
+        ...
+
+    async def cdi_leases(self) -> tuple[LeaseId, ...]:
+        """Leases that have a spec."""
+        ...
+
+
 Dial = Callable[[str], grpc.aio.Channel]
 """Opens a channel to an allocator's address; may raise OSError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Everything that an agent needs of its machine. See ``devices.host`` for real ones."""
+    """Everything that an agent needs of its machine. See ``devices.host`` for real ones.
+
+    ``cdi`` None: no CDI specs are written.
+    """
 
     driver: GpuDriver
     mps: MpsControl
@@ -219,3 +242,4 @@ class Adapters:
     host: HostReader
     processes: ProcessTable
     dial: Dial
+    cdi: CdiStore | None = None
