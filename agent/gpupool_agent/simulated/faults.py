@@ -68,6 +68,18 @@ async def _gpu_add(host: "SimulatedHost", slot: str) -> str:
     return host.node.add_gpu(slot).uuid
 
 
+async def _gpu_hide(host: "SimulatedHost", gpu: str) -> str:
+    found = host.node.find_gpu(gpu)
+    host.node.set_hidden(found, hidden=True)
+    return found.uuid
+
+
+async def _gpu_unhide(host: "SimulatedHost", gpu: str) -> str:
+    found = host.node.find_gpu(gpu)
+    host.node.set_hidden(found, hidden=False)
+    return found.uuid
+
+
 async def _nvlinks(host: "SimulatedHost", gpu: str, links: str) -> None:
     highest = host.node.machine.gpu.nvlinks
     if not links.isdecimal() or int(links) > highest:
@@ -140,6 +152,8 @@ ACTIONS = {
     "gpu-back": Action(parameters=("GPU",), help="a lost one answers again", run=_gpu_back),
     "gpu-pull": Action(parameters=("GPU",), help="it is taken out", run=_gpu_pull),
     "gpu-add": Action(parameters=("SLOT",), help="a new one in a free slot", run=_gpu_add),
+    "gpu-hide": Action(parameters=("GPU",), help="the driver lists it no more", run=_gpu_hide),
+    "gpu-unhide": Action(parameters=("GPU",), help="the driver lists it again", run=_gpu_unhide),
     "nvlinks": Action(parameters=("GPU", "LINKS"), help="so many NVLinks are up", run=_nvlinks),
     "fabric": Action(
         parameters=("STATE", "STATUS"),

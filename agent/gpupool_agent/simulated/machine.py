@@ -97,7 +97,10 @@ class HcaDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A kind of host. ``missing_symbols``: NVML calls that its driver lacks."""
+    """A kind of host. ``missing_symbols``: NVML calls that its driver lacks.
+
+    The last ``free_slots`` of its slots have no GPU yet.
+    """
 
     name: str
     driver_version: str
@@ -109,6 +112,7 @@ class Machine:
     slots: tuple[SlotDescription, ...]
     hcas: tuple[HcaDescription, ...] = ()
     missing_symbols: frozenset[str] = frozenset()
+    free_slots: int = 0
 
 
 def machine_names() -> list[str]:
@@ -142,11 +146,18 @@ def parse_machine(text: str) -> Machine:
 
 
 def custom_machine(
-    *, model: str, gpus: int, memory_mib: int | None, cpu_milli: int, host_memory_mib: int
+    *,
+    model: str,
+    gpus: int,
+    memory_mib: int | None,
+    cpu_milli: int,
+    host_memory_mib: int,
+    free_slots: int = 0,
 ) -> Machine:
     """A host of a trace: ``gpus`` GPUs called ``model``, no fabric, no adapters.
 
     ``memory_mib`` is the usable memory of each GPU, None where the trace does not say.
+    ``free_slots`` are beside the GPUs.
     """
     return validated(
         Machine(
@@ -158,8 +169,10 @@ def custom_machine(
             gpu=GpuModel(name=model, memory_total_mib=memory_mib),
             fabric=FabricDescription(),
             slots=tuple(
-                SlotDescription(pci_address=f"0000:{bus:02x}:00.0") for bus in range(1, gpus + 1)
+                SlotDescription(pci_address=f"0000:{bus:02x}:00.0")
+                for bus in range(1, gpus + free_slots + 1)
             ),
+            free_slots=free_slots,
         )
     )
 
@@ -175,6 +188,7 @@ def validated(machine: Machine) -> Machine:
         _in_range("gpu.memory_total_mib", gpu.memory_total_mib, 1, GPU_MEMORY_MIB_MAX)
         taken = gpu.memory_reserved_mib + gpu.memory_idle_mib
         _in_range("gpu.memory_reserved_mib + memory_idle_mib", taken, 0, gpu.memory_total_mib)
+    _in_range("free_slots", machine.free_slots, 0, len(machine.slots))
     if not gpu.name:
         raise MachineError("gpu.name is empty; 1 to 95 characters are accepted")
     if machine.fabric.state not in FABRIC_STATES:

@@ -9,7 +9,7 @@ import click
 from gpupool.cli.matrix import LEGEND, matrix_data, matrix_table
 from gpupool.cli.output import Column, Listing, encoded, takes_output
 from gpupool.cli.session import Session, takes_address
-from gpupool.cli.words import few
+from gpupool.cli.words import ago, few
 from gpupool.model.views import DeviceView
 
 if TYPE_CHECKING:
@@ -29,6 +29,13 @@ def _used(view: DeviceView) -> str:
     return "" if pct is None else f"{pct}%"
 
 
+def _why(view: DeviceView) -> str:
+    reasons = list(view.reasons)
+    if view.last_seen_unix_s:
+        reasons.append(f"last seen {ago(view.last_seen_unix_s)} ago")
+    return "; ".join(reasons)
+
+
 DEVICES: Listing[DeviceView] = Listing(
     columns=(
         Column("NODE", lambda view: view.node_id),
@@ -40,7 +47,7 @@ DEVICES: Listing[DeviceView] = Listing(
         Column("FREE MIB", lambda view: view.free_memory_mib, right=True),
         Column("BUSY", _used, right=True),
         Column("LEASES", lambda view: few(list(view.lease_ids), 2)),
-        Column("WHY NOT OFFERED", lambda view: "; ".join(view.reasons)),
+        Column("WHY NOT OFFERED", _why),
     ),
     to_proto=_to_proto,
 )
