@@ -31,7 +31,7 @@ from gpupool.v1 import lease_pb2, lease_pb2_grpc, node_pb2, node_pb2_grpc
 from gpupool.wire.assignment import desired_state_to_proto
 from gpupool.wire.node import hello_from_proto, report_from_proto, welcome_to_proto
 from gpupool_agent.agent import Agent
-from gpupool_agent.core.readings import DeviceUsage, DriverInventory, GpuProcess
+from gpupool_agent.core.readings import DeviceUsage, DriverInventory, GpuProcess, PortCounters
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
 from gpupool_agent.devices.mps import InProcessMps
 from gpupool_agent.devices.processes import ProcProcessTable
@@ -233,6 +233,9 @@ class MemoryDriver:
 
 class NoHcas:
     def read(self) -> tuple[Hca, ...]:
+        return ()
+
+    def counters(self) -> tuple[PortCounters, ...]:
         return ()
 
 

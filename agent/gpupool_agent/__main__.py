@@ -87,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 async def serve(settings: AgentSettings, ready_file: Path | None) -> None:
     """Run an agent of this host until a signal ends it; what it prepared goes on."""
-    agent = Agent(settings, real_adapters(settings.run_dir))
+    adapters = real_adapters(settings.run_dir, settings.sysfs_root, settings.cdi_dir)
+    agent = Agent(settings, adapters)
     ended = stop_on_signals(signal.SIGTERM, signal.SIGINT)
     run = asyncio.create_task(agent.run())
     end = asyncio.create_task(ended.wait())

@@ -30,6 +30,7 @@ from gpupool.model.assignment import (
 from gpupool.model.ids import LeaseId, NodeId
 from gpupool.model.inventory import NodeInventory
 from gpupool_agent.checkpoint import CheckpointError, StateDirectory
+from gpupool_agent.containers import LeaseSpecs
 from gpupool_agent.core.events import (
     Checkpoint,
     CleanUp,
@@ -54,8 +55,10 @@ from gpupool_agent.core.events import (
     WatchHolder,
 )
 from gpupool_agent.core.node import Node
+from gpupool_agent.core.readings import PortCounters
 from gpupool_agent.devices.blocking import CallHangsError
 from gpupool_agent.devices.interfaces import Adapters, ProcessWatch
+from gpupool_agent.devices.privileged import PrivilegedError
 from gpupool_agent.link import Link
 from gpupool_agent.local.door import LocalDoor
 from gpupool_agent.polling import Poller
@@ -63,6 +66,7 @@ from gpupool_agent.settings import AgentSettings
 from gpupool_agent.steps import StepFailedError, Steps
 
 DISK_DEADLINE_S = 10.0
+CDI_FAULT = "cdi_failed"
 CHECKPOINT_FAULT = "checkpoint_failed"
 
 
@@ -95,7 +99,9 @@ class Agent:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closed = False
         self._steps = Steps(adapters.mps)
+        self._specs = LeaseSpecs(adapters.cdi, self._cdi_trouble)
         self.telemetry: tuple[DeviceTelemetry, ...] = ()
+        self.port_counters: tuple[PortCounters, ...] = ()
         host = adapters.host.read()
         self.node = Node(
             node_id=NodeId(settings.node_id),
@@ -109,6 +115,7 @@ class Agent:
             ),
             checkpoint=_load(self._state),
             now=time.monotonic(),
+            rail_rate_mbps=settings.rail_rate_gbps * 1000,
         )
         self._poller = Poller(
             periods=settings,
@@ -118,6 +125,7 @@ class Agent:
             calls=adapters.driver_calls,
             handle=self.handle,
             measured=self._measured,
+            counted=self._counted,
         )
         self.link = Link(settings.allocators, adapters.dial, self)
         self.door = (
@@ -141,6 +149,7 @@ class Agent:
         tasks: list[asyncio.Future[Any]] = [self._failed]
         try:
             self._enqueue(self.node.start(time.monotonic()))
+            self._spawn(self._specs.sweep(self._kept_leases))
             if self.door is not None:
                 await self.door.start()
             tasks.append(asyncio.create_task(self._poller.run()))
@@ -263,20 +272,34 @@ class Agent:
     async def _prepare(self, assignment: Assignment, *, adopted: bool) -> None:
         key, token = assignment.key, assignment.token
         try:
-            environment = await self._steps.prepare(assignment, adopted=adopted)
+            added = await self._steps.prepare(assignment, adopted=adopted)
         except StepFailedError as error:
             self._step_failed("assignment.failed", key, token, str(error))
-        else:
-            self.handle(StepDone(key=key, token=token, environment=environment))
+            return
+        added |= await self._specs.write(
+            assignment, lambda more: self.node.environment_of(assignment, added | more)
+        )
+        self.handle(StepDone(key=key, token=token, environment=added))
 
     async def _clean_up(self, assignment: Assignment) -> None:
         key, token = assignment.key, assignment.token
         try:
             await self._steps.clean_up(assignment)
-        except StepFailedError as error:
+            await self._specs.remove(assignment)
+        except (StepFailedError, PrivilegedError) as error:
             self._step_failed("assignment.not_cleaned", key, token, str(error))
         else:
             self.handle(StepDone(key=key, token=token))
+
+    def _kept_leases(self) -> set[LeaseId]:
+        return {report.key.lease_id for report in self.node.assignments()}
+
+    def _cdi_trouble(self, reason: str) -> None:
+        if reason:
+            self._log.warning("cdi.failed", reason=reason)
+        self.handle(
+            NodeFault(code=CDI_FAULT, evidence=reason, open=bool(reason), unix_s=time.time())
+        )
 
     def _step_failed(self, event: str, key: AssignmentKey, token: int, reason: str) -> None:
         self._log.warning(event, lease_id=key.lease_id, rank=key.rank, reason=reason)
@@ -308,6 +331,9 @@ class Agent:
     def _measured(self, devices: tuple[DeviceTelemetry, ...]) -> None:
         self.telemetry = devices
         self.link.send_telemetry(devices)
+
+    def _counted(self, ports: tuple[PortCounters, ...]) -> None:
+        self.port_counters = ports
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gpupool.model.assignment import AssignmentState
 from gpupool_agent.agent import Agent
+from gpupool_agent.metrics_ports import port_families
 
 ADDRESS = "127.0.0.1"
 SCRAPE_DEADLINE_S = 5.0
@@ -23,11 +24,11 @@ class AgentCollector(Collector):
         self._agent = agent
         self._loop = loop
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[Metric]:
         """Ask the loop, and wait a bounded time for it."""
         return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(SCRAPE_DEADLINE_S)
 
-    async def _read(self) -> list[GaugeMetricFamily]:
+    async def _read(self) -> list[Metric]:
         node = self._agent.node
         summary = node.summary()
         states = Counter(report.state for report in node.assignments())
@@ -55,6 +56,7 @@ class AgentCollector(Collector):
                 {state: devices[state] for state in ("clean", "unclean", "failed")},
             ),
             *self._measurements(),
+            *port_families(node.hcas, self._agent.port_counters),
         ]
 
     def _measurements(self) -> Iterable[GaugeMetricFamily]:

@@ -21,7 +21,13 @@ from gpupool_agent.core.events import (
     NodeEvent,
     UsageRead,
 )
-from gpupool_agent.core.readings import DeviceProcess, DeviceState, DeviceUsage, GpuProcess
+from gpupool_agent.core.readings import (
+    DeviceProcess,
+    DeviceState,
+    DeviceUsage,
+    GpuProcess,
+    PortCounters,
+)
 from gpupool_agent.devices.blocking import BlockingCalls, CallHangsError
 from gpupool_agent.devices.interfaces import (
     DriverUnavailableError,
@@ -62,6 +68,7 @@ class Poller:
         calls: BlockingCalls,
         handle: Callable[[NodeEvent], None],
         measured: Callable[[tuple[DeviceTelemetry, ...]], None],
+        counted: Callable[[tuple[PortCounters, ...]], None],
     ) -> None:
         self._periods = periods
         self._driver = driver
@@ -69,6 +76,7 @@ class Poller:
         self._processes = processes
         self._handle = handle
         self._measured = measured
+        self._counted = counted
         self._calls = calls
         self._wanted = asyncio.Event()
         self._retry_s = RETRY_S_MIN
@@ -117,6 +125,7 @@ class Poller:
             await self._read_usage()
             self._usage_s = now + self._periods.usage_period_s
         if now >= self._telemetry_s or self._telemetry_s == float("inf"):
+            self._counted(await self._call(self._hcas.counters))
             self._measured(await self._call(self._driver.telemetry))
             self._telemetry_s = now + self._periods.telemetry_period_s
 

@@ -15,6 +15,7 @@ ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9
 ENVIRONMENT_PREFIX = "GPUPOOL_AGENT_"
 STATE_DIR = Path("/var/lib/gpupool-agent")
 RUN_DIR = Path("/run/gpupool")
+SYSFS_ROOT = Path("/sys")
 SOCKET_PATH_BYTES_MAX = 107
 """Longest path of a Unix socket, unix(7): 108 bytes with the one that ends it."""
 
@@ -58,6 +59,22 @@ class AgentSettings:
     run_dir: Path = field(
         default=RUN_DIR,
         metadata={"text": "Where MPS directories are; short, since sockets live in them."},
+    )
+    cdi_dir: Path | None = field(
+        default=None,
+        metadata={
+            "text": "Where the agent writes CDI specs itself, for container engines that are"
+            " told to read them there. Empty: only its root helper writes them."
+        },
+    )
+    sysfs_root: Path = field(
+        default=SYSFS_ROOT,
+        metadata={"text": "Where the kernel's /sys is: adapters and PCI devices are read there."},
+    )
+    rail_rate_gbps: int = _setting(
+        0,
+        "What a port of the compute fabric should run at, in Gb/s (0..10000). 0: what the"
+        " fastest port of the same product on this host does.",
     )
     labels: Mapping[str, str] = field(
         default_factory=dict[str, str],
@@ -106,6 +123,9 @@ class AgentSettings:
             "driver_deadline_s",
             self.driver_deadline_s,
             "0.1..600",
+        )
+        _check(
+            0 <= self.rail_rate_gbps <= 10_000, "rail_rate_gbps", self.rail_rate_gbps, "0..10000"
         )
         _check(-1 <= self.metrics_port <= 65535, "metrics_port", self.metrics_port, "-1..65535")
         _check(

@@ -219,6 +219,15 @@ devices = st.builds(
     sliceable=st.booleans(),
     parent_uuid=st.none() | uuids,
     compute_capability=names,
+    pci_path=names,
+    cpus=names,
+    fabric_state=st.just("") | st.sampled_from(inv.FABRIC_STATES),
+    fabric_status=st.integers(0, 999),
+    cluster_uuid=names,
+    clique_id=st.integers(0, 2**32 - 1),
+    nvlinks_active=st.integers(0, 64),
+    nvlinks_expected=st.integers(0, 64),
+    nvlink_peers=st.dictionaries(full_names, st.integers(1, 64), max_size=3),
 )
 ports = st.builds(
     inv.HcaPort,
@@ -229,6 +238,11 @@ ports = st.builds(
     state=names,
     rate_mbps=st.integers(0, 10**9),
     link_layer=names,
+    phys_state=names,
+    width=st.integers(0, 12),
+    speed=names,
+    expected_rate_mbps=st.integers(0, 10**9),
+    rail=st.none() | st.integers(0, 255),
 )
 hcas = st.builds(
     inv.Hca,
@@ -237,6 +251,12 @@ hcas = st.builds(
     pci_address=names,
     numa_node=st.integers(-1, 1023),
     ports=st.lists(ports, max_size=2, unique_by=lambda p: p.number).map(tuple),
+    pci_path=names,
+    system_image_guid=st.just("") | guids,
+    firmware=names,
+    hca_type=names,
+    board_id=names,
+    bonded=st.booleans(),
 )
 inventories = st.builds(
     inv.NodeInventory,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from gpupool.model.assignment import Assignment
 from gpupool.model.inventory import Device, Hca
+from gpupool_agent.core.rails import nearest, usable
 
 
 def lease_environment(
@@ -11,11 +12,12 @@ def lease_environment(
     *,
     devices: Sequence[Device],
     hcas: Sequence[Hca],
-    mps: dict[str, str],
+    added: dict[str, str],
 ) -> dict[str, str]:
     """Environment of one member.
 
-    ``devices`` are all of the node, ``mps`` is what the slice's MPS needs. A member
+    ``devices`` are all of the node, ``hcas`` have their rails (see ``rails``), ``added``
+    is what preparing found out, as what the slice's MPS needs. A member
     without GPUs gets an empty CUDA_VISIBLE_DEVICES, so that it sees none.
     """
     shares = assignment.place.devices
@@ -27,39 +29,35 @@ def lease_environment(
         "GPUPOOL_RANK": str(assignment.key.rank),
         "GPUPOOL_TOKEN": str(assignment.token),
         "GPUPOOL_WORLD_SIZE": str(assignment.world_size),
-        **mps,
+        **added,
     }
     mine = {share.device_uuid for share in shares}
     own = [device for device in devices if device.uuid in mine]
-    names = _active_ports(_nearest(hcas, own, whole_host=len(own) == len(devices)))
+    names = _adapters(hcas, own, whole_host=len(own) == len(devices))
     if own and names:
         # "=" asks NCCL for exactly these names: without it mlx5_1 also means mlx5_10.
         environment["NCCL_IB_HCA"] = "=" + ",".join(names)
     return environment
 
 
-def _nearest(hcas: Sequence[Hca], own: Sequence[Device], *, whole_host: bool) -> list[Hca]:
-    """Adapters on the NUMA nodes of the devices, for a part of a host; else all."""
-    numa_nodes = {device.numa_node for device in own}
-    if whole_host or -1 in numa_nodes:
-        return list(hcas)
-    near = [hca for hca in hcas if hca.numa_node in numa_nodes and _names(hca)]
-    return near or list(hcas)
+def _adapters(hcas: Sequence[Hca], own: Sequence[Device], *, whole_host: bool) -> list[str]:
+    """Healthy compute ports as NCCL names them, in the order of their rails.
 
-
-def _active_ports(hcas: Sequence[Hca]) -> list[str]:
-    """Names of the active ports; Ethernet ones only where there is no InfiniBand.
-
-    A host with InfiniBand has Ethernet adapters for its storage and management.
+    All of them for a whole host; for a part of one those that are nearest to each of
+    its devices, so that neighbours do not share a port that one of them does not need.
     """
-    fabric = [name for hca in hcas for name, layer in _names(hca) if layer == "InfiniBand"]
-    return fabric or [name for hca in hcas for name, _ in _names(hca)]
+    healthy = [hca for hca in hcas if _rails(hca)]
+    if not whole_host:
+        near = {hca.name for device in own for hca in nearest(healthy, device)}
+        healthy = [hca for hca in healthy if hca.name in near]
+    return [name for _, name in sorted(rail for hca in healthy for rail in _rails(hca))]
 
 
-def _names(hca: Hca) -> list[tuple[str, str]]:
-    """NCCL's name and link layer of each active port: the port only where it matters."""
-    active = [port for port in hca.ports if port.state == "ACTIVE"]
+def _rails(hca: Hca) -> list[tuple[int, str]]:
+    """Rail and NCCL's name of each usable port: the name with the port where needed."""
     several = len(hca.ports) > 1
     return [
-        (f"{hca.name}:{port.number}" if several else hca.name, port.link_layer) for port in active
+        (port.rail, f"{hca.name}:{port.number}" if several else hca.name)
+        for port in hca.ports
+        if port.rail is not None and usable(port)
     ]

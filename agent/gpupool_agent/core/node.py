@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from gpupool.model.assignment import (
+    Assignment,
     AssignmentReport,
     AssignmentState,
     DesiredState,
@@ -51,6 +52,7 @@ from gpupool_agent.core.events import (
 )
 from gpupool_agent.core.fence import TOMBSTONES_MAX, Fence
 from gpupool_agent.core.holders import Holders
+from gpupool_agent.core.rails import Rails
 from gpupool_agent.core.reporting import Faults, Outbox
 
 DRIVER_FAULTS = ("nvml_hang", "driver_unavailable")
@@ -71,7 +73,7 @@ class Node:
     """Everything that an agent knows and decides.
 
     ``host`` is the inventory without devices and adapters. ``checkpoint`` None: the
-    agent has never run here.
+    agent has never run here. ``rail_rate_mbps`` is as in ``Rails``.
     """
 
     def __init__(
@@ -82,13 +84,16 @@ class Node:
         host: NodeInventory,
         checkpoint: Checkpoint | None,
         now: float,
+        rail_rate_mbps: int = 0,
     ) -> None:
         old = checkpoint or Checkpoint(boot_id=boot_id)
         same_boot = old.boot_id == boot_id
         self._node_id = node_id
         self._boot_id = boot_id
         self._host = host
+        self._hcas_read: tuple[Hca, ...] = ()
         self._hcas: tuple[Hca, ...] = ()
+        self._rails = Rails(rail_rate_mbps)
         self._driver_version = ""
         self._now = now
         self._connected = False
@@ -155,6 +160,23 @@ class Node:
             if kept.state is not AssignmentState.ENDED
         )
 
+    @property
+    def hcas(self) -> tuple[Hca, ...]:
+        """Network adapters at their last reading, with their rails."""
+        return self._hcas
+
+    def environment_of(self, assignment: Assignment, added: dict[str, str]) -> dict[str, str]:
+        """The member's whole environment; ``added`` is what preparing adds to it.
+
+        One that was prepared before keeps what its holder has got.
+        """
+        kept = self._book.kept.get((assignment.key, assignment.token))
+        if kept is not None and kept.state is AssignmentState.PREPARED:
+            return dict(kept.environment)
+        return lease_environment(
+            assignment, devices=self._inventory.devices, hcas=self._hcas, added=added
+        )
+
     def devices(self) -> tuple[DeviceReport, ...]:
         """State of every device."""
         return tuple(self._outbox.devices_now().values())
@@ -185,7 +207,8 @@ class Node:
             case InventoryRead():
                 self._enumerate(event, now)
             case HcasRead():
-                self._hcas = event.hcas
+                self._hcas_read = event.hcas
+                self._number_rails()
             case UsageRead():
                 self._devices.read(event.devices, event.started_s)
                 self._hear_driver(event.unix_s)
@@ -238,6 +261,7 @@ class Node:
 
     def _enumerate(self, event: InventoryRead, now: float) -> None:
         self._devices.enumerate(event.inventory, now)
+        self._number_rails()
         self._driver_version = event.inventory.driver_version
         self._hear_driver(event.unix_s)
         if event.inventory.unreadable:
@@ -245,6 +269,10 @@ class Node:
             self._faults.raise_("gpu_unreadable", None, evidence, event.unix_s)
         else:
             self._faults.close("gpu_unreadable", None, event.unix_s)
+
+    def _number_rails(self) -> None:
+        devices = [known.device for known in self._devices.known.values()]
+        self._hcas = self._rails.number(self._hcas_read, devices)
 
     def _hear_driver(self, unix_s: float) -> None:
         for code in DRIVER_FAULTS:
@@ -255,12 +283,7 @@ class Node:
         kept = self._book.kept.get((event.key, event.token))
         environment: dict[str, str] = {}
         if kept is not None and kept.state is AssignmentState.PREPARING:
-            environment = lease_environment(
-                kept.assignment,
-                devices=self._inventory.devices,
-                hcas=self._hcas,
-                mps=event.environment,
-            )
+            environment = self.environment_of(kept.assignment, event.environment)
         self._book.step_done((event.key, event.token), environment, now)
 
     def _settled(self, effects: list[NodeEffect], now: float) -> list[NodeEffect]:

@@ -30,6 +30,19 @@ class DriverInventory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PortCounters:
+    """Counters of an adapter's port by name; data in bytes.
+
+    ``saturated`` names those that have reached their end and count no further.
+    """
+
+    hca: str
+    port: int
+    values: dict[str, int]
+    saturated: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
     """A process on a device; ``memory_mib`` 0: unknown."""
 

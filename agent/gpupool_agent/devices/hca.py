@@ -1,65 +1,123 @@
-"""Network adapters, read from /sys/class/infiniband (InfiniBand and RoCE alike)."""
+"""Network adapters, read from /sys/class/infiniband (InfiniBand and RoCE alike).
 
+An adapter is known by its GUID and slot, never by its name, which changes when one is
+swapped. What a file does not say is left empty; nothing here raises for it.
+"""
+
+import re
 from pathlib import Path
 
-from gpupool.model.inventory import Hca, HcaPort
+from gpupool.model.inventory import UNKNOWN_GUID, Hca, HcaPort
+from gpupool_agent.core.readings import PortCounters
+from gpupool_agent.devices.hca_counters import CounterReader
+from gpupool_agent.devices.pci import numa_node, pci_path
 from gpupool_agent.devices.sysfs import read_int, read_text
+
+GUID = re.compile(r"[0-9a-f]{16}")
+RATE = re.compile(r"(?P<gbps>\d+(?:\.\d+)?) Gb/sec(?: \((?P<width>\d+)X(?: (?P<speed>\w+))?\))?")
+BOND_NAME = "_bond_"
 
 
 class SysfsHcaReader:
     """``HcaReader`` over a sysfs tree; ``sysfs`` is where /sys is."""
 
     def __init__(self, sysfs: Path = Path("/sys")) -> None:
-        self._root = sysfs / "class" / "infiniband"
+        self._sysfs = sysfs
+        self._counters = CounterReader()
 
     def read(self) -> tuple[Hca, ...]:
         """Every adapter, by name; none where the host has no such class."""
-        if not self._root.is_dir():
-            return ()
-        return tuple(_hca(path) for path in sorted(self._root.iterdir()))
+        found = tuple(self._hca(path) for path in self._adapters())
+        self._counters.keep({hca.name: hca.node_guid for hca in found})
+        return found
+
+    def counters(self) -> tuple[PortCounters, ...]:
+        """Counters of every port that has some."""
+        return tuple(
+            counters
+            for path in self._adapters()
+            for number in _port_numbers(path)
+            if (counters := self._counters.read(path, number)) is not None
+        )
+
+    def _adapters(self) -> list[Path]:
+        root = self._sysfs / "class" / "infiniband"
+        try:
+            return sorted(root.iterdir())
+        except OSError:
+            return []
+
+    def _hca(self, path: Path) -> Hca:
+        device = path / "device"
+        there = device.exists()
+        return Hca(
+            name=path.name,
+            node_guid=_guid(read_text(path / "node_guid")) or UNKNOWN_GUID,
+            system_image_guid=_guid(read_text(path / "sys_image_guid")),
+            pci_address=device.resolve().name if there else "",
+            pci_path=pci_path(device) if there else "",
+            numa_node=numa_node(device),
+            firmware=_word(path / "fw_ver"),
+            hca_type=_word(path / "hca_type"),
+            board_id=_word(path / "board_id"),
+            bonded=self._is_bonded(path),
+            ports=tuple(_port(path, number) for number in _port_numbers(path)),
+        )
+
+    def _is_bonded(self, path: Path) -> bool:
+        """Whether the kernel has joined its ports: by its name, or by its network device."""
+        if BOND_NAME in path.name:
+            return True
+        # Only the first: entries that are not used answer EINVAL.
+        netdev = _word(path / "ports" / "1" / "gid_attrs" / "ndevs" / "0")
+        return bool(netdev) and (self._sysfs / "class" / "net" / netdev / "bonding").is_dir()
 
 
-def _hca(path: Path) -> Hca:
-    device = path / "device"
-    ports = path / "ports"
-    numbers = [int(each.name) for each in ports.iterdir()] if ports.is_dir() else []
-    return Hca(
-        name=path.name,
-        node_guid=_guid(read_text(path / "node_guid")),
-        pci_address=_pci_address(device),
-        numa_node=read_int(device / "numa_node", unknown=-1),
-        ports=tuple(_port(ports / str(number), number) for number in sorted(numbers)),
-    )
-
-
-def _pci_address(device: Path) -> str:
-    """Where the link to the PCI device leads; its name is the address."""
+def _port_numbers(path: Path) -> list[int]:
     try:
-        return device.readlink().name
+        names = [each.name for each in (path / "ports").iterdir()]
     except OSError:
-        return ""
+        return []
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _port(path: Path, number: int) -> HcaPort:
-    # "4: ACTIVE", "400 Gb/sec (4X NDR)".
-    state = read_text(path / "state").partition(":")[2].strip()
+def _port(adapter: Path, number: int) -> HcaPort:
+    path = adapter / "ports" / str(number)
+    rate = RATE.match(read_text(path / "rate"))
     return HcaPort(
         number=number,
-        port_guid=_guid(":".join(read_text(path / "gids" / "0").split(":")[4:])),
-        lid=read_int(path / "lid", unknown=0),
-        sm_lid=read_int(path / "sm_lid", unknown=0),
-        state=state,
-        rate_mbps=_rate_mbps(read_text(path / "rate")),
-        link_layer=read_text(path / "link_layer"),
+        port_guid=_guid(":".join(read_text(path / "gids" / "0").split(":")[4:])) or UNKNOWN_GUID,
+        lid=_lid(path / "lid"),
+        sm_lid=_lid(path / "sm_lid"),
+        state=_state(path / "state"),
+        phys_state=_state(path / "phys_state"),
+        rate_mbps=round(float(rate["gbps"]) * 1000) if rate else 0,
+        width=int(rate["width"] or 0) if rate else 0,
+        speed=(rate["speed"] or "") if rate else "",
+        link_layer=_word(path / "link_layer"),
     )
 
 
-def _rate_mbps(text: str) -> int:
-    try:
-        return round(float(text.partition(" ")[0]) * 1000)
-    except ValueError:
-        return 0
+def _state(path: Path) -> str:
+    """Text of a state, as "ACTIVE" for "4: ACTIVE"."""
+    return _printable(read_text(path).partition(":")[2].strip())
+
+
+def _lid(path: Path) -> int:
+    lid = read_int(path, unknown=0)
+    # What is above is no address of a port.
+    return lid if 0 <= lid < 0xC000 else 0
+
+
+def _word(path: Path) -> str:
+    return _printable(read_text(path))
+
+
+def _printable(text: str) -> str:
+    # An adapter with odd bytes in a name must not cost its node the connection.
+    return "".join(char if char.isprintable() else "?" for char in text[:253])
 
 
 def _guid(text: str) -> str:
-    return text.replace(":", "").removeprefix("0x")
+    digits = text.replace(":", "").removeprefix("0x").lower()
+    return digits if GUID.fullmatch(digits) else ""

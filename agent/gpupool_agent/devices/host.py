@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 from gpupool_agent.devices.blocking import BlockingCalls, CallThreads
+from gpupool_agent.devices.cdi import CdiDirectory
 from gpupool_agent.devices.hca import SysfsHcaReader
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
 from gpupool_agent.devices.mps import InProcessMps
@@ -31,16 +32,17 @@ class ProcHostReader:
         )
 
 
-def real_adapters(run_dir: Path) -> Adapters:
+def real_adapters(run_dir: Path, sysfs: Path, cdi_dir: Path | None) -> Adapters:
     """What an agent meets on a real host; MPS keeps its directories in ``run_dir``."""
     threads = CallThreads()
     return Adapters(
-        driver=NvmlDriver(),
+        driver=NvmlDriver(sysfs),
         mps=InProcessMps(run_dir / "mps"),
-        hcas=SysfsHcaReader(),
+        hcas=SysfsHcaReader(sysfs),
         host=ProcHostReader(),
         processes=ProcProcessTable(),
         dial=dial,
         driver_calls=BlockingCalls("driver", threads),
         disk_calls=BlockingCalls("disk", threads),
+        cdi=CdiDirectory(cdi_dir) if cdi_dir else None,
     )

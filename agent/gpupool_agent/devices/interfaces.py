@@ -14,9 +14,9 @@ from typing import Protocol
 import grpc.aio
 
 from gpupool.model.assignment import AssignmentKey, DeviceTelemetry
-from gpupool.model.ids import DeviceUuid
+from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool.model.inventory import Hca
-from gpupool_agent.core.readings import DeviceUsage, DriverInventory
+from gpupool_agent.core.readings import DeviceUsage, DriverInventory, PortCounters
 from gpupool_agent.devices.blocking import BlockingCalls
 
 
@@ -56,6 +56,10 @@ class HcaReader(Protocol):
 
     def read(self) -> tuple[Hca, ...]:
         """Every adapter with its ports, by name; none is no error."""
+        ...
+
+    def counters(self) -> tuple[PortCounters, ...]:
+        """Counters of every port that has some; a file that refuses is left alone."""
         ...
 
 
@@ -202,6 +206,26 @@ class MpsControl(Protocol):
         ...
 
 
+class CdiStore(Protocol):
+    """Where the CDI specs of leases are kept; a part of ``Privileged``.
+
+    Each call raises NotPermittedError or PrivilegedError (see ``privileged``), and may be
+    repeated.
+    """
+
+    async def write_cdi(self, lease_id: LeaseId, spec: bytes) -> None:
+        """Write the lease's spec, or replace it."""
+        ...
+
+    async def remove_cdi(self, lease_id: LeaseId) -> None:
+        """Remove it, if it is there."""
+        ...
+
+    async def cdi_leases(self) -> tuple[LeaseId, ...]:
+        """Leases that have a spec."""
+        ...
+
+
 Dial = Callable[[str], grpc.aio.Channel]
 """Opens a channel to an allocator's address; may raise OSError."""
 
@@ -210,7 +234,8 @@ Dial = Callable[[str], grpc.aio.Channel]
 class Adapters:
     """Everything that an agent needs of its machine. See ``devices.host`` for real ones.
 
-    ``driver_calls`` and ``disk_calls`` are how it calls what may block.
+    ``driver_calls`` and ``disk_calls`` are how it calls what may block. ``cdi`` None: no
+    CDI specs are written.
     """
 
     driver: GpuDriver
@@ -221,3 +246,4 @@ class Adapters:
     dial: Dial
     driver_calls: BlockingCalls = field(default_factory=lambda: BlockingCalls("driver"))
     disk_calls: BlockingCalls = field(default_factory=lambda: BlockingCalls("disk"))
+    cdi: CdiStore | None = None

@@ -18,7 +18,8 @@ from gpupool.model.ids import DeviceUuid
 from gpupool.model.inventory import Device
 from gpupool_agent.core.readings import DeviceUsage, DriverInventory, FailedDevice, GpuProcess
 from gpupool_agent.devices.interfaces import DriverUnavailableError
-from gpupool_agent.devices.sysfs import read_int
+from gpupool_agent.devices.nvlink import NvlinkReader, pci_address, read_fabric
+from gpupool_agent.devices.pci import local_cpus, numa_node, pci_device, pci_path
 
 T = TypeVar("T")
 
@@ -26,7 +27,6 @@ T = TypeVar("T")
 nvml: Any = pynvml
 
 MIB = 2**20
-FABRIC_COMPLETED = 3
 MIG_ENABLED = 1
 
 FAILURES = {
@@ -62,11 +62,12 @@ class NvmlDriver:
     """``GpuDriver`` over NVML. ``sysfs`` is where /sys is, for NUMA nodes."""
 
     def __init__(self, sysfs: Path = Path("/sys")) -> None:
-        self._pci_devices = sysfs / "bus" / "pci" / "devices"
+        self._sysfs = sysfs
         self._initialised = False
         self._listed: dict[DeviceUuid, _Listed] = {}
         self._failed: dict[DeviceUuid, FailedDevice] = {}
         self._memory_mib: dict[DeviceUuid, int] = {}
+        self._nvlinks = NvlinkReader(_ask)
 
     def inventory(self) -> DriverInventory:
         """Every GPU and MIG instance, freshly enumerated."""
@@ -89,6 +90,7 @@ class NvmlDriver:
                     unreadable.append(f"GPU {index}: {failure.reason}")
             except nvml.NVMLError as error:
                 unreadable.append(f"GPU {index}: {error}")
+        self._nvlinks.keep(set(self._listed))
         return DriverInventory(
             devices=tuple(each.device for each in self._listed.values()),
             failed=tuple(self._failed.values()),
@@ -160,6 +162,8 @@ class NvmlDriver:
         uuid = DeviceUuid(_text(_query(nvml.nvmlDeviceGetUUID, handle)))
         pci = _ask(nvml.nvmlDeviceGetPciInfo, handle)
         address = pci_address(_text(pci.busId)) if pci is not None else ""
+        slot = pci_device(self._sysfs, address)
+        fabric, links = read_fabric(handle, _ask), self._nvlinks.read(uuid, handle)
         capability = cast(
             "tuple[int, int] | None", _ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
         )
@@ -170,8 +174,17 @@ class NvmlDriver:
             pci_address=address,
             memory_mib=self._usable_memory_mib(uuid, handle),
             index=index,
-            numa_node=read_int(self._pci_devices / address / "numa_node", unknown=-1),
-            nvlink_domain=_nvlink_domain(handle),
+            numa_node=numa_node(slot) if address else -1,
+            pci_path=pci_path(slot) if address else "",
+            cpus=local_cpus(slot) if address else "",
+            fabric_state=fabric.fabric_state,
+            fabric_status=fabric.fabric_status,
+            cluster_uuid=fabric.cluster_uuid,
+            clique_id=fabric.clique_id,
+            nvlink_domain=fabric.nvlink_domain,
+            nvlinks_active=links.nvlinks_active,
+            nvlinks_expected=links.nvlinks_expected,
+            nvlink_peers=links.nvlink_peers,
             sm_count=cores // CORES_PER_SM.get(capability, 128) if capability else 0,
             compute_capability=f"{capability[0]}.{capability[1]}" if capability else "",
         )
@@ -186,6 +199,8 @@ class NvmlDriver:
             memory_mib=self._usable_memory_mib(uuid, handle),
             index=parent.index,
             numa_node=parent.numa_node,
+            pci_path=parent.pci_path,
+            cpus=parent.cpus,
             sm_count=attributes.multiprocessorCount if attributes is not None else 0,
             sliceable=False,
             parent_uuid=parent.uuid,
@@ -214,12 +229,6 @@ class NvmlDriver:
             except _DeviceFailedError as failure:
                 failed = self._fail(uuid, failure)
         return DeviceUsage(uuid=uuid, processes=None, memory_used_mib=None, failed=failed)
-
-
-def pci_address(bus_id: str) -> str:
-    """NVML's bus id as sysfs has it: "00000000:1B:00.0" is "0000:1b:00.0"."""
-    domain, _, rest = bus_id.lower().partition(":")
-    return f"{domain[-4:]:0>4}:{rest}" if rest else ""
 
 
 def _query(query: Callable[..., T], *arguments: Any) -> T:
@@ -272,15 +281,3 @@ def _telemetry(uuid: DeviceUuid, handle: Any) -> DeviceTelemetry:
         temperature_c=_ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
         power_mw=_ask(nvml.nvmlDeviceGetPowerUsage, handle),
     )
-
-
-def _nvlink_domain(handle: Any) -> str:
-    """Give "<cluster uuid>.<clique>" where the fabric is up; a zero cluster is the host."""
-    info = nvml.c_nvmlGpuFabricInfo_v2_t()
-    if _ask(nvml.nvmlDeviceGetGpuFabricInfoV, handle, nvml.byref(info)) is None:
-        return ""
-    cluster = bytes(info.clusterUuid).hex()
-    if info.state != FABRIC_COMPLETED or info.status != 0 or not int(cluster, 16):
-        return ""
-    parts = (cluster[:8], cluster[8:12], cluster[12:16], cluster[16:20], cluster[20:])
-    return f"{'-'.join(parts)}.{info.cliqueId}"

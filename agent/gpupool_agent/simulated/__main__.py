@@ -86,6 +86,7 @@ async def _run(
         hardware=directory,
         state_directory=arguments.state_dir,
         socket_directory=arguments.local_socket_dir,
+        cdi=arguments.cdi,
     )
     fleet = Fleet(directory, hosts)
     try:
@@ -174,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--control", type=Path, metavar="DIR", help="hardware and control socket live here")
     add("--state-dir", type=Path, metavar="DIR", help="where agents keep their checkpoints")
     add("--local-socket-dir", type=Path, metavar="DIR", help="a socket for each node's clients")
+    add("--cdi", action="store_true", help="write CDI specs of leases beside each node's hardware")
     add("--ready-file", type=Path, metavar="FILE", help="JSON, written when all are connected")
     for name in _PERIODS:
         add(f"--{name.replace('_', '-')}", metavar="S", help=f"the agents' {name}")

@@ -4,10 +4,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpupool.model.inventory import FABRIC_STATES
 from gpupool_agent.simulated.sysfs import set_port
 
 if TYPE_CHECKING:
     from gpupool_agent.simulated.host import SimulatedHost
+
+
+_CODE_MAX = 999
 
 
 class ActionError(ValueError):
@@ -64,11 +68,31 @@ async def _gpu_add(host: "SimulatedHost", slot: str) -> str:
     return host.node.add_gpu(slot).uuid
 
 
+async def _gpu_hide(host: "SimulatedHost", gpu: str) -> str:
+    found = host.node.find_gpu(gpu)
+    host.node.set_hidden(found, hidden=True)
+    return found.uuid
+
+
+async def _gpu_unhide(host: "SimulatedHost", gpu: str) -> str:
+    found = host.node.find_gpu(gpu)
+    host.node.set_hidden(found, hidden=False)
+    return found.uuid
+
+
 async def _nvlinks(host: "SimulatedHost", gpu: str, links: str) -> None:
     highest = host.node.machine.gpu.nvlinks
     if not links.isdecimal() or int(links) > highest:
         raise ActionError(f"LINKS is {links!r}; accepted are 0 to {highest}")
     host.node.find_gpu(gpu).active_links = int(links)
+
+
+async def _fabric(host: "SimulatedHost", state: str, status: str) -> None:
+    if state not in FABRIC_STATES:
+        raise ActionError(f"STATE is {state!r}; accepted are {', '.join(FABRIC_STATES)}")
+    if not status.isdecimal() or int(status) > _CODE_MAX:
+        raise ActionError(f"STATUS is {status!r}; accepted are 0 to {_CODE_MAX}")
+    host.node.fabric_state, host.node.fabric_status = state, int(status)
 
 
 async def _nvml_hang(host: "SimulatedHost") -> None:
@@ -128,7 +152,14 @@ ACTIONS = {
     "gpu-back": Action(parameters=("GPU",), help="a lost one answers again", run=_gpu_back),
     "gpu-pull": Action(parameters=("GPU",), help="it is taken out", run=_gpu_pull),
     "gpu-add": Action(parameters=("SLOT",), help="a new one in a free slot", run=_gpu_add),
+    "gpu-hide": Action(parameters=("GPU",), help="the driver lists it no more", run=_gpu_hide),
+    "gpu-unhide": Action(parameters=("GPU",), help="the driver lists it again", run=_gpu_unhide),
     "nvlinks": Action(parameters=("GPU", "LINKS"), help="so many NVLinks are up", run=_nvlinks),
+    "fabric": Action(
+        parameters=("STATE", "STATUS"),
+        help="its NVLink fabric is so, STATUS a return code of NVML, 0: success",
+        run=_fabric,
+    ),
     "nvml-hang": Action(parameters=(), help="driver calls block", run=_nvml_hang),
     "nvml-resume": Action(parameters=(), help="they go on", run=_nvml_resume),
     "driver-unload": Action(parameters=(), help="the driver has no devices", run=_driver_unload),

@@ -16,6 +16,7 @@ import grpc.aio
 
 from gpupool_agent.agent import Agent
 from gpupool_agent.devices.blocking import BlockingCalls, CallThreads
+from gpupool_agent.devices.cdi import CdiDirectory
 from gpupool_agent.devices.hca import SysfsHcaReader
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
 from gpupool_agent.devices.nvml import NvmlDriver
@@ -31,6 +32,8 @@ from gpupool_agent.simulated.node import CURRENT_NODE, SimulatedNode
 from gpupool_agent.simulated.specs import NodeSpec
 from gpupool_agent.simulated.strays import Strays
 from gpupool_agent.simulated.sysfs import sysfs_root, write_sysfs
+
+CDI_FOLDER = "cdi"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +121,9 @@ class SimulatedHost:
             if start_ticks_of(process.pid) == process.start_ticks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
-        shutil.rmtree(self.node.directory / "mps", ignore_errors=True)
+        # What is below /run is gone with the boot.
+        for folder in ("mps", CDI_FOLDER):
+            shutil.rmtree(self.node.directory / folder, ignore_errors=True)
         self._mps = SimulatedMps(self.node.directory / "mps")
         boot_id = self._new_boot_id()
         self._start_agent()
@@ -213,6 +218,7 @@ class SimulatedHost:
             dial=self._dial,
             driver_calls=SimulatedDriverCalls(self.node, self._threads),
             disk_calls=BlockingCalls("disk", self._threads),
+            cdi=CdiDirectory(self.settings.cdi_dir) if self.settings.cdi_dir else None,
         )
 
     def _dial(self, address: str) -> grpc.aio.Channel:
@@ -233,11 +239,13 @@ def make_hosts(
     hardware: ControlDirectory,
     state_directory: Path | None,
     socket_directory: Path | None,
+    cdi: bool = False,
 ) -> list[SimulatedHost]:
     """Make the hosts of a fleet, not yet started; ``common`` is what agents share.
 
     Without a ``state_directory`` agents forget everything when they restart; without
-    a ``socket_directory`` they have no socket for local clients. Raises SettingsError.
+    a ``socket_directory`` they have no socket for local clients. ``cdi``: they write CDI
+    specs beside their hardware. Raises SettingsError.
     """
     hosts: list[SimulatedHost] = []
     threads = CallThreads()
@@ -249,6 +257,7 @@ def make_hosts(
             state_dir=state_directory / spec.node_id if state_directory else None,
             socket=socket_directory / f"{spec.node_id}.sock" if socket_directory else None,
             run_dir=directory,
+            cdi_dir=directory / CDI_FOLDER if cdi else None,
             labels=spec.labels,
             metrics_port=-1,
         )

@@ -6,6 +6,7 @@ again is the same hardware.
 """
 
 import hashlib
+import re
 import tomllib
 import uuid
 from collections.abc import Mapping
@@ -22,6 +23,9 @@ from gpupool.model.limits import (
 
 _NAMESPACE = uuid.UUID("6b1d7c1e-6f6c-5d1c-9a55-0f6a3f1d2c4b")
 _UNKNOWN = "unknown"
+_BRIDGES = re.compile(
+    r"pci[0-9a-f]{4}:[0-9a-f]{2}(?:/[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])*"
+).fullmatch
 _FOLDER = resources.files("gpupool_agent.simulated") / "machines"
 FABRIC_STATES = {"not_supported": 0, "not_started": 1, "in_progress": 2, "completed": 3}
 """Names of NVML's fabric states and their numbers."""
@@ -67,27 +71,36 @@ class FabricDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotDescription:
-    """Place of a GPU. ``memory_numa_node``: its own memory is a NUMA node (Grace)."""
+    """Place of a GPU. ``memory_numa_node``: its own memory is a NUMA node (Grace).
+
+    ``bridges`` are those above it, as in ``gpupool.model.locality``; empty: a slot at a
+    root complex of its own.
+    """
 
     pci_address: str
+    bridges: str = ""
     numa_node: int = -1
     memory_numa_node: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HcaDescription:
-    """A network adapter with one port; ``rate_gbps`` in Gb/s."""
+    """A network adapter with one port; ``rate_gbps`` in Gb/s, ``bridges`` as of a slot."""
 
     name: str
     pci_address: str
     rate_gbps: int
+    bridges: str = ""
     numa_node: int = -1
     link_layer: str = "InfiniBand"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A kind of host. ``missing_symbols``: NVML calls that its driver lacks."""
+    """A kind of host. ``missing_symbols``: NVML calls that its driver lacks.
+
+    The last ``free_slots`` of its slots have no GPU yet.
+    """
 
     name: str
     driver_version: str
@@ -99,6 +112,7 @@ class Machine:
     slots: tuple[SlotDescription, ...]
     hcas: tuple[HcaDescription, ...] = ()
     missing_symbols: frozenset[str] = frozenset()
+    free_slots: int = 0
 
 
 def machine_names() -> list[str]:
@@ -132,11 +146,18 @@ def parse_machine(text: str) -> Machine:
 
 
 def custom_machine(
-    *, model: str, gpus: int, memory_mib: int | None, cpu_milli: int, host_memory_mib: int
+    *,
+    model: str,
+    gpus: int,
+    memory_mib: int | None,
+    cpu_milli: int,
+    host_memory_mib: int,
+    free_slots: int = 0,
 ) -> Machine:
     """A host of a trace: ``gpus`` GPUs called ``model``, no fabric, no adapters.
 
     ``memory_mib`` is the usable memory of each GPU, None where the trace does not say.
+    ``free_slots`` are beside the GPUs.
     """
     return validated(
         Machine(
@@ -148,8 +169,10 @@ def custom_machine(
             gpu=GpuModel(name=model, memory_total_mib=memory_mib),
             fabric=FabricDescription(),
             slots=tuple(
-                SlotDescription(pci_address=f"0000:{bus:02x}:00.0") for bus in range(1, gpus + 1)
+                SlotDescription(pci_address=f"0000:{bus:02x}:00.0")
+                for bus in range(1, gpus + free_slots + 1)
             ),
+            free_slots=free_slots,
         )
     )
 
@@ -165,6 +188,7 @@ def validated(machine: Machine) -> Machine:
         _in_range("gpu.memory_total_mib", gpu.memory_total_mib, 1, GPU_MEMORY_MIB_MAX)
         taken = gpu.memory_reserved_mib + gpu.memory_idle_mib
         _in_range("gpu.memory_reserved_mib + memory_idle_mib", taken, 0, gpu.memory_total_mib)
+    _in_range("free_slots", machine.free_slots, 0, len(machine.slots))
     if not gpu.name:
         raise MachineError("gpu.name is empty; 1 to 95 characters are accepted")
     if machine.fabric.state not in FABRIC_STATES:
@@ -174,6 +198,13 @@ def validated(machine: Machine) -> Machine:
     addresses = [slot.pci_address for slot in machine.slots]
     if len(set(addresses)) != len(addresses):
         raise MachineError("slot.pci_address: two slots have the same address")
+    places: list[SlotDescription | HcaDescription] = [*machine.slots, *machine.hcas]
+    for place in places:
+        if place.bridges and not _BRIDGES(place.bridges):
+            raise MachineError(
+                f"bridges {place.bridges!r} of {place.pci_address} are not accepted; they must be"
+                f' like "pci0000:15/0000:15:01.0", root first'
+            )
     return machine
 
 

@@ -27,13 +27,17 @@ _NO_CLUSTER = UUID(int=0)
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedGpu:
-    """A GPU in a slot. ``lost``: fallen off the bus; ``active_links`` of its NVLinks."""
+    """A GPU in a slot. ``lost``: fallen off the bus; ``active_links`` of its NVLinks.
+
+    ``hidden``: in its slot, and not listed by the driver.
+    """
 
     uuid: str
     slot: SlotDescription
     minor: int
     active_links: int
     lost: bool = False
+    hidden: bool = False
     compute_mode: int = COMPUTE_MODE_DEFAULT
 
 
@@ -56,7 +60,11 @@ class UnknownGpuError(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedNode:
-    """A node: its machine, and what has happened to it since."""
+    """A node: its machine, and what has happened to it since.
+
+    ``fabric_state`` replaces the machine's where it is set; ``fabric_status`` is the
+    return code of the fabric's start.
+    """
 
     node_id: str
     machine: Machine
@@ -70,6 +78,8 @@ class SimulatedNode:
     session: NvmlSession | None = None
     sessions: int = 0
     silicon: int = 0
+    fabric_state: str = ""
+    fabric_status: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -77,7 +87,9 @@ class SimulatedNode:
         self.processes = GpuProcesses(self.directory / "gpu-processes")
         self.processes.create()
         self.gpus = tuple(
-            self._gpu_in(slot, minor) for minor, slot in enumerate(self.machine.slots)
+            self._gpu_in(slot, minor)
+            for minor, slot in enumerate(self.machine.slots)
+            if minor < len(self.machine.slots) - self.machine.free_slots
         )
         self.write_gpus()
 
@@ -118,7 +130,8 @@ class SimulatedNode:
         with self.lock:
             if self.session is None:
                 self.sessions += 1
-                gpus = self.gpus if self.driver_loaded else ()
+                gpus = tuple(gpu for gpu in self.gpus if not gpu.hidden)
+                gpus = gpus if self.driver_loaded else ()
                 self.session = NvmlSession(serial=self.sessions, references=1, gpus=gpus)
             else:
                 self.session.references += 1
@@ -149,6 +162,11 @@ class SimulatedNode:
     def set_lost(self, gpu: SimulatedGpu, *, lost: bool) -> None:
         """Have a GPU fall off the bus, or be back."""
         gpu.lost = lost
+        self.write_gpus()
+
+    def set_hidden(self, gpu: SimulatedGpu, *, hidden: bool) -> None:
+        """Have the driver list a GPU no more, from the next session on, or list it again."""
+        gpu.hidden = hidden
         self.write_gpus()
 
     def remove_gpu(self, gpu: SimulatedGpu) -> None:
@@ -186,7 +204,7 @@ class SimulatedNode:
         rows = [
             {"uuid": gpu.uuid, "usable_mib": usable_mib}
             for gpu in self.gpus
-            if self.driver_loaded and not gpu.lost
+            if self.driver_loaded and not gpu.lost and not gpu.hidden
         ]
         temporary = self.directory / "gpus.json.new"
         temporary.write_text(json.dumps(rows))

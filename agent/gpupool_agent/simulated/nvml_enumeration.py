@@ -17,6 +17,7 @@ from gpupool_agent.simulated.nvml_calls import (
 )
 
 _MIG_DEVICES_MAX = 7
+_REMOTE_SWITCH = 2
 
 CALLS = Calls()
 
@@ -187,13 +188,13 @@ def _mig_device(_node: SimulatedNode, _gpu: SimulatedGpu, _index: Any, _device: 
 @CALLS.device_function("nvmlDeviceGetGpuFabricInfoV")
 def _fabric_info(node: SimulatedNode, _gpu: SimulatedGpu, info: Any) -> int:
     record = target(info)
-    state = FABRIC_STATES[node.machine.fabric.state]
+    state = FABRIC_STATES[node.fabric_state or node.machine.fabric.state]
     if state == FABRIC_STATES["not_supported"]:
         return ReturnCode.NOT_SUPPORTED
     record.clusterUuid[:] = list(node.cluster.bytes)
     record.cliqueId = node.clique if node.machine.fabric.multi_node else 0
     record.state = state
-    record.status = ReturnCode.SUCCESS
+    record.status = node.fabric_status
     record.healthMask = 0
     return ReturnCode.SUCCESS
 
@@ -203,3 +204,11 @@ def _nvlink_state(node: SimulatedNode, gpu: SimulatedGpu, link: Any, active: Any
     if number(link) >= node.machine.gpu.nvlinks:
         return ReturnCode.NOT_SUPPORTED
     return fill_number(active, int(number(link) < gpu.active_links))
+
+
+@CALLS.device_function("nvmlDeviceGetNvLinkRemoteDeviceType")
+def _nvlink_remote_type(node: SimulatedNode, _gpu: SimulatedGpu, link: Any, kind: Any) -> int:
+    if number(link) >= node.machine.gpu.nvlinks:
+        return ReturnCode.NOT_SUPPORTED
+    # Every described machine with NVLinks has switches.
+    return fill_number(kind, _REMOTE_SWITCH)

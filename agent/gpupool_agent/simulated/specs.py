@@ -49,8 +49,8 @@ class NodeSpec:
 def parse_node(text: str) -> NodeSpec:
     """Read ``KIND:NODE_ID[,domain=D][,clique=N][,label.KEY=VALUE]``.
 
-    KIND "custom" also takes model, gpus, memory_mib (or "unknown"), cpu_milli and
-    host_memory_mib. Raises SpecError.
+    KIND "custom" also takes model, gpus, memory_mib (or "unknown"), cpu_milli,
+    host_memory_mib and free_slots. Raises SpecError.
     """
     head, *options = text.split(",")
     kind, colon, node_id = head.partition(":")
@@ -147,6 +147,7 @@ def _machine(kind: str, values: dict[str, str]) -> Machine:
             memory_mib=None if memory == "unknown" else _whole("memory_mib", memory, 1, 1 << 24),
             cpu_milli=_whole("cpu_milli", values.pop("cpu_milli"), 0, 1 << 30),
             host_memory_mib=_whole("host_memory_mib", values.pop("host_memory_mib"), 0, 1 << 30),
+            free_slots=_whole("free_slots", values.pop("free_slots", "0"), 0, 255),
         )
     except MachineError as error:
         raise SpecError(str(error)) from error

@@ -43,7 +43,7 @@ def connect(state: State, event: NodeConnected, now: float) -> None:
     node.connection = event.connection
     node.accepted_revision = 0
     node.behind = None
-    node.last_seen_unix_s = event.unix_s
+    node.heard(event.unix_s)
     node.agent_instance_id = hello.agent_instance_id
     _settle_identity(state, node, hello, rebooted=rebooted)
     state.out.record("node.connected", node_id, "agent said hello", {"boot_id": hello.boot_id})
@@ -182,6 +182,7 @@ def take_inventory(state: State, node: NodeEntry, inventory: NodeInventory) -> N
             state.out.record("device.appeared", uuid, f"reported by node {node.node_id}")
         elif not entry.present:
             entry.present = True
+            entry.lost_unix_s = 0.0
             state.out.record("device.returned", uuid, f"reported by node {node.node_id}")
         node.devices[uuid].device = device
         old = before.get(uuid)
@@ -199,6 +200,7 @@ def take_inventory(state: State, node: NodeEntry, inventory: NodeInventory) -> N
     for uuid, entry in node.devices.items():
         if uuid not in now_there and entry.present:
             entry.present = False
+            entry.lost_unix_s = entry.lost_unix_s or node.seen_before_unix_s
             state.out.record("device.missing", uuid, f"node {node.node_id} no longer reports it")
             state.books.offer_device(uuid, False)
             device_lost(state, uuid, "the node no longer reports it")

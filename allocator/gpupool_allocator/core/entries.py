@@ -157,7 +157,8 @@ class DeviceEntry:
     """What the node said last about a device; ``device`` as it described it last.
 
     ``present``: in the node's latest inventory. ``confirmed``: reported in this
-    term, so that ``clean`` is fresh.
+    term, so that ``clean`` is fresh. ``lost_unix_s``: when its node last spoke before
+    it was missing or failed; 0: it is neither, or was so before this term.
     """
 
     device: Device
@@ -167,6 +168,7 @@ class DeviceEntry:
     failed: bool = False
     strays: tuple[StrayProcess, ...] = ()
     reason: str = ""
+    lost_unix_s: float = 0.0
 
     @property
     def offered(self) -> bool:
@@ -185,7 +187,8 @@ class NodeEntry:
     ``welcomed``: it has heard of this term's epoch from this very process. ``behind``:
     a revision that it had not accepted when it spoke, and when that was noticed.
     ``unclaimed`` names what it runs and the pool does not know, ``faults`` what it has
-    found wrong.
+    found wrong. ``seen_before_unix_s``: its last word before the one that is being taken
+    in.
     """
 
     node_id: NodeId
@@ -196,6 +199,7 @@ class NodeEntry:
     connection: ConnectionId | None = None
     welcomed: bool = False
     last_seen_unix_s: float = 0.0
+    seen_before_unix_s: float = 0.0
     revision: int = 0
     accepted_revision: int = 0
     behind: tuple[int, float] | None = None
@@ -206,3 +210,8 @@ class NodeEntry:
     held_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
     unclaimed: dict[AssignmentKey, None] = field(default_factory=dict[AssignmentKey, None])
     faults: dict[FaultName, None] = field(default_factory=dict[FaultName, None])
+
+    def heard(self, unix_s: float) -> None:
+        """The node has spoken."""
+        self.seen_before_unix_s = self.last_seen_unix_s
+        self.last_seen_unix_s = unix_s

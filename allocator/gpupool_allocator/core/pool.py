@@ -156,7 +156,7 @@ class Pool:
         if node is None:
             return
         report = event.report
-        node.last_seen_unix_s = event.unix_s
+        node.heard(event.unix_s)
         if report.inventory is not None and report.inventory != node.inventory:
             connecting.take_inventory(state, node, report.inventory)
             connecting.store_node(state, node)

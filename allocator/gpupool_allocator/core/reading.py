@@ -105,6 +105,7 @@ def _device_view(state: State, node: NodeEntry, uuid: DeviceUuid) -> DeviceView:
         lease_ids=tuple(sorted({key.lease_id for key in state.books.keys_on(uuid)})),
         uid=state.books.uid_of(uuid),
         strays=entry.strays,
+        last_seen_unix_s=entry.lost_unix_s,
     )
 
 

@@ -175,6 +175,7 @@ def take_device_reports(state: State, node: NodeEntry, reports: Iterable[DeviceR
             state.node_freed(node.node_id)
         if report.failed != had_failed:
             kind = "device.failed" if report.failed else "device.recovered"
+            entry.lost_unix_s = node.seen_before_unix_s if report.failed else 0.0
             state.out.record(kind, report.uuid, report.reason or "reported by its node")
         if report.failed and not had_failed:
             device_lost(state, report.uuid, report.reason or "the driver has lost it")

@@ -1,8 +1,49 @@
 """Stored shape of a node: its last known inventory."""
 
+from typing import Any
+
 from gpupool.model.ids import DeviceUuid, NodeId
 from gpupool.model.inventory import Device, Hca, HcaPort, NodeInventory, NodeRecord
 from gpupool_allocator.storage.record_request import Json
+
+# Fields that came after 0.1.0 by their name in the record, each with the default that
+# an older record, and one that leaves it out, has.
+_DEVICE_FIELDS: dict[str, tuple[str, Any]] = {
+    "pci_path": ("path", ""),
+    "cpus": ("cpus", ""),
+    "fabric_state": ("fabric", ""),
+    "fabric_status": ("fabric_status", 0),
+    "cluster_uuid": ("cluster", ""),
+    "clique_id": ("clique", 0),
+    "nvlinks_active": ("links", 0),
+    "nvlinks_expected": ("links_expected", 0),
+    "nvlink_peers": ("peers", {}),
+}
+_HCA_FIELDS: dict[str, tuple[str, Any]] = {
+    "pci_path": ("path", ""),
+    "system_image_guid": ("image_guid", ""),
+    "firmware": ("firmware", ""),
+    "hca_type": ("type", ""),
+    "board_id": ("board", ""),
+    "bonded": ("bonded", False),
+}
+_PORT_FIELDS: dict[str, tuple[str, Any]] = {
+    "phys_state": ("phys_state", ""),
+    "width": ("width", 0),
+    "speed": ("speed", ""),
+    "expected_rate_mbps": ("expected_mbps", 0),
+    "rail": ("rail", None),
+}
+
+
+def _set_fields(item: object, fields: dict[str, tuple[str, Any]]) -> Json:
+    """What is not the default: a record is as small as what there is to say."""
+    values = {key: getattr(item, name) for name, (key, _) in fields.items()}
+    return {key: values[key] for key, default in fields.values() if values[key] != default}
+
+
+def _given_fields(shape: Json, fields: dict[str, tuple[str, Any]]) -> dict[str, Any]:
+    return {name: shape[key] for name, (key, _) in fields.items() if key in shape}
 
 
 def _device_to_json(device: Device) -> Json:
@@ -23,7 +64,7 @@ def _device_to_json(device: Device) -> Json:
         shape["parent"] = device.parent_uuid
     if device.compute_capability:
         shape["compute"] = device.compute_capability
-    return shape
+    return shape | _set_fields(device, _DEVICE_FIELDS)
 
 
 def _device_from_json(shape: Json) -> Device:
@@ -40,6 +81,7 @@ def _device_from_json(shape: Json) -> Device:
         sliceable=shape.get("sliceable", True),
         parent_uuid=None if parent is None else DeviceUuid(parent),
         compute_capability=shape.get("compute", ""),
+        **_given_fields(shape, _DEVICE_FIELDS),
     )
 
 
@@ -53,7 +95,7 @@ def _port_to_json(port: HcaPort) -> Json:
         shape["state"] = port.state
     if port.rate_mbps:
         shape["rate_mbps"] = port.rate_mbps
-    return shape
+    return shape | _set_fields(port, _PORT_FIELDS)
 
 
 def _port_from_json(shape: Json) -> HcaPort:
@@ -65,6 +107,7 @@ def _port_from_json(shape: Json) -> HcaPort:
         state=shape.get("state", ""),
         rate_mbps=shape.get("rate_mbps", 0),
         link_layer=shape["link_layer"],
+        **_given_fields(shape, _PORT_FIELDS),
     )
 
 
@@ -76,7 +119,7 @@ def _hca_to_json(hca: Hca) -> Json:
         shape["numa"] = hca.numa_node
     if hca.ports:
         shape["ports"] = [_port_to_json(each) for each in hca.ports]
-    return shape
+    return shape | _set_fields(hca, _HCA_FIELDS)
 
 
 def _hca_from_json(shape: Json) -> Hca:
@@ -86,6 +129,7 @@ def _hca_from_json(shape: Json) -> Hca:
         pci_address=shape.get("pci", ""),
         numa_node=shape.get("numa", -1),
         ports=tuple(_port_from_json(each) for each in shape.get("ports", ())),
+        **_given_fields(shape, _HCA_FIELDS),
     )
 
 

@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpupool.cli.output import Column, Listing, takes_output
+from gpupool.cli.matrix import LEGEND, matrix_data, matrix_table
+from gpupool.cli.output import Column, Listing, encoded, takes_output
 from gpupool.cli.session import Session, takes_address
-from gpupool.cli.words import few
+from gpupool.cli.words import ago, few
 from gpupool.model.views import DeviceView
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
+
+    from gpupool.client import Client
 
 
 def _to_proto(device: DeviceView) -> Message:
@@ -26,6 +29,13 @@ def _used(view: DeviceView) -> str:
     return "" if pct is None else f"{pct}%"
 
 
+def _why(view: DeviceView) -> str:
+    reasons = list(view.reasons)
+    if view.last_seen_unix_s:
+        reasons.append(f"last seen {ago(view.last_seen_unix_s)} ago")
+    return "; ".join(reasons)
+
+
 DEVICES: Listing[DeviceView] = Listing(
     columns=(
         Column("NODE", lambda view: view.node_id),
@@ -37,21 +47,46 @@ DEVICES: Listing[DeviceView] = Listing(
         Column("FREE MIB", lambda view: view.free_memory_mib, right=True),
         Column("BUSY", _used, right=True),
         Column("LEASES", lambda view: few(list(view.lease_ids), 2)),
-        Column("WHY NOT OFFERED", lambda view: "; ".join(view.reasons)),
+        Column("WHY NOT OFFERED", _why),
     ),
     to_proto=_to_proto,
 )
 
 
-@click.command(epilog="\b\nExamples:\n  gpupool gpus\n  gpupool gpus --node h100-01 -o json")
+@click.command(
+    epilog="\b\nExamples:\n  gpupool gpus\n  gpupool gpus --node h100-01 -o json\n"
+    "  gpupool gpus --matrix --node h100-01"
+)
 @click.option("--node", "node_id", default="", help="Only of this node.")
+@click.option(
+    "--matrix",
+    is_flag=True,
+    help="How the GPUs and network adapters of each node are joined, as nvidia-smi topo -m.",
+)
 @takes_output
 @takes_address
 @click.pass_obj
-def gpus(session: Session, node_id: str, output: str) -> None:
+def gpus(session: Session, node_id: str, output: str, *, matrix: bool) -> None:
     """Lists GPUs (and MIG instances) and what is granted on them."""
     with session.client() as client:
+        if matrix:
+            _show_matrices(client, node_id, output)
+            return
         found = sorted(
             client.devices(node_id=node_id), key=lambda view: (view.node_id, view.device.index)
         )
         DEVICES.show(found, output)
+
+
+def _show_matrices(client: Client, node_id: str, output: str) -> None:
+    nodes = [node for node in client.nodes() if node_id in ("", node.node_id)]
+    if node_id and not nodes:
+        from gpupool.errors import NotFoundError
+
+        raise NotFoundError(f"node: {node_id!r} is not known", field="node")
+    if output != "table":
+        click.echo(encoded(matrix_data(nodes), output))
+        return
+    for node in nodes:
+        click.echo(f"{matrix_table(node)}\n")
+    click.echo(LEGEND)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -49,6 +50,20 @@ MEMBERS: tuple[Column[Member], ...] = (
     Column("NODE", lambda member: member.place.node_id),
     Column("DEVICES", devices_of),
 )
+
+
+def _lines(form: Callable[[str, str], str]) -> Callable[[dict[str, str]], str]:
+    return lambda variables: "\n".join(form(*variable) for variable in variables.items())
+
+
+# Slurm and env files take a value as it stands, to the end of its line.
+ENVIRONMENTS: dict[str, Callable[[dict[str, str]], str]] = {
+    "shell": _lines(lambda name, value: f"export {name}={shlex.quote(value)}"),
+    "json": lambda variables: json.dumps(variables, indent=2),
+    "env": _lines(lambda name, value: f"{name}={value}"),
+    "slurm": _lines(lambda name, value: f"export {name}={value}"),
+}
+"""A member's environment, as its reader takes it."""
 
 
 @click.group()
@@ -155,13 +170,28 @@ def watch(session: Session, lease_id: str, output: str) -> None:
             LEASES.show_next(state, output)
 
 
-@lease.command(epilog='\b\nExample:\n  eval "$(gpupool lease env LEASE)"')
+@lease.command(
+    epilog="""\b
+Examples:
+  eval "$(gpupool lease env LEASE)"
+  gpupool lease env LEASE -o json
+  gpupool lease env LEASE -o slurm   # in a TaskProlog
+  gpupool lease env LEASE -o env > lease.env && podman run --env-file lease.env IMAGE""",
+)
 @click.argument("lease_id", metavar="LEASE")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Choice(list(ENVIRONMENTS)),
+    default="shell",
+    show_default=True,
+    help="For a shell, for programs (notebooks), as lines of name=value, for Slurm's TaskProlog.",
+)
 @click.option("--rank", type=int, help="Of this member.  [default: the one on this host, else 0]")
 @takes_address
 @click.pass_obj
-def env(session: Session, lease_id: str, rank: int | None) -> None:
-    """Prints a member's environment as export lines for a shell."""
+def env(session: Session, lease_id: str, rank: int | None, output: str) -> None:
+    """Prints a member's environment, as export lines for a shell unless asked otherwise."""
     from gpupool.errors import NotFoundError
     from gpupool.sdk.members import environment_of, member_here
 
@@ -173,8 +203,7 @@ def env(session: Session, lease_id: str, rank: int | None) -> None:
         if member is None:
             last = len(found.members) - 1
             raise NotFoundError(f"rank: {rank} is not in 0..{last}", field="rank")
-    for name, value in sorted(environment_of(found, member).items()):
-        click.echo(f"export {name}={shlex.quote(value)}")
+    click.echo(ENVIRONMENTS[output](dict(sorted(environment_of(found, member).items()))))
 
 
 @lease.command(epilog="\b\nExample:\n  mpirun --hostfile <(gpupool lease hostfile LEASE) ./train")

@@ -37,11 +37,11 @@ class Listing(Generic[_Item]):
         if output == "table":
             click.echo(table(self.columns, list(items)))
         else:
-            click.echo(_encoded([as_data(self.to_proto(item)) for item in items], output))
+            click.echo(encoded([as_data(self.to_proto(item)) for item in items], output))
 
     def show_one(self, item: _Item, output: str) -> None:
         """One item as a JSON object or YAML mapping."""
-        click.echo(_encoded(as_data(self.to_proto(item)), output))
+        click.echo(encoded(as_data(self.to_proto(item)), output))
 
     def show_next(self, item: _Item, output: str) -> None:
         """One item of an endless listing: a line, a JSON line or a YAML document."""
@@ -49,7 +49,7 @@ class Listing(Generic[_Item]):
             case "json":
                 click.echo(json.dumps(as_data(self.to_proto(item))))
             case "yaml":
-                click.echo("---\n" + _encoded(as_data(self.to_proto(item)), output))
+                click.echo("---\n" + encoded(as_data(self.to_proto(item)), output))
             case _:
                 click.echo("  ".join(printable(column.cell(item)) for column in self.columns))
 
@@ -95,7 +95,8 @@ def as_data(message: Message) -> dict[str, Any]:
     )
 
 
-def _encoded(data: object, output: str) -> str:
+def encoded(data: object, output: str) -> str:
+    """Plain data as JSON or YAML."""
     if output == "json":
         return json.dumps(data, indent=2)
     import yaml

@@ -4,13 +4,29 @@ from dataclasses import dataclass, field
 
 from gpupool.model.ids import DeviceUuid, NodeId
 
+NVSWITCH = "nvswitch"
+"""What is at the other end of an NVLink that leads to a switch."""
+
+FABRIC_COMPLETED = "completed"
+FABRIC_STATES = ("not_supported", "not_started", "in_progress", FABRIC_COMPLETED)
+"""States of a GPU's NVLink fabric, by NVML's number."""
+
+UNKNOWN_GUID = "0" * 16
+"""GUID of an adapter or port that does not tell it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """A GPU or MIG instance, identified by ``uuid`` and nothing else.
 
     ``memory_mib`` is the usable memory (total less reserved); None where the
-    driver cannot say (unified memory). ``pci_address`` is its slot.
+    driver cannot say (unified memory). ``pci_address`` is its slot, ``pci_path``
+    the bridges above it (see ``locality``), ``cpus`` the CPUs beside it as
+    "0-55,112-167". ``fabric_state`` is one of FABRIC_STATES or empty (the driver
+    cannot say); it can be used when it is completed and ``fabric_status`` (a return
+    code of NVML) is 0, and only then ``nvlink_domain`` is set. ``nvlinks_expected``
+    counts the links that the device has, ``nvlink_peers`` its active ones by what is
+    at their other end: the PCI address of a GPU, or NVSWITCH.
     """
 
     uuid: DeviceUuid
@@ -24,11 +40,27 @@ class Device:
     sliceable: bool = True
     parent_uuid: DeviceUuid | None = None
     compute_capability: str = ""
+    pci_path: str = ""
+    cpus: str = ""
+    fabric_state: str = ""
+    fabric_status: int = 0
+    cluster_uuid: str = ""
+    clique_id: int = 0
+    nvlinks_active: int = 0
+    nvlinks_expected: int = 0
+    nvlink_peers: dict[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HcaPort:
-    """Port of a network adapter; ``rate_mbps`` is in Mb/s."""
+    """Port of a network adapter.
+
+    ``state`` is the logical one ("ACTIVE"), ``phys_state`` that of the link
+    ("LinkUp"). Rates are in Mb/s; ``expected_rate_mbps`` is what the port should run
+    at, 0 where that is not known. ``width`` counts lanes, ``speed`` is the name of a
+    lane's speed ("NDR"). ``rail`` is the plane of the fabric by position, from 0; None
+    for a port that is not of the compute fabric.
+    """
 
     number: int
     port_guid: str
@@ -37,17 +69,33 @@ class HcaPort:
     state: str = ""
     rate_mbps: int = 0
     link_layer: str = "InfiniBand"
+    phys_state: str = ""
+    width: int = 0
+    speed: str = ""
+    expected_rate_mbps: int = 0
+    rail: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hca:
-    """Network adapter; identity is ``node_guid`` (16 hex digits)."""
+    """Network adapter; identity is ``node_guid`` (16 hex digits).
+
+    ``system_image_guid`` is the same for all adapters of one card; ``hca_type`` is the
+    model ("MT4129"), ``board_id`` the exact product. ``bonded``: its port stands for
+    several that the kernel has joined (RoCE LAG).
+    """
 
     name: str
     node_guid: str
     pci_address: str = ""
     numa_node: int = -1
     ports: tuple[HcaPort, ...] = ()
+    pci_path: str = ""
+    system_image_guid: str = ""
+    firmware: str = ""
+    hca_type: str = ""
+    board_id: str = ""
+    bonded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,8 @@ class DeviceView:
     """A device and what is granted on it; ``reasons`` say why it is not offered.
 
     ``uid`` is the user whose slices are on it, None where there are none or they
-    are shared. ``free_memory_mib`` None: unknown.
+    are shared. ``free_memory_mib`` None: unknown. ``last_seen_unix_s`` is when its node
+    last had it, while it is missing or failed; 0: it is there, or that is not known.
     """
 
     device: Device
@@ -58,6 +59,7 @@ class DeviceView:
     uid: int | None
     strays: tuple[StrayProcess, ...]
     telemetry: DeviceTelemetry | None = None
+    last_seen_unix_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

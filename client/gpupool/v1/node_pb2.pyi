@@ -322,6 +322,26 @@ class Device(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NvlinkPeersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     UUID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     PCI_ADDRESS_FIELD_NUMBER: _builtins.int
@@ -333,6 +353,15 @@ class Device(_message.Message):
     SLICEABLE_FIELD_NUMBER: _builtins.int
     PARENT_UUID_FIELD_NUMBER: _builtins.int
     COMPUTE_CAPABILITY_FIELD_NUMBER: _builtins.int
+    PCI_PATH_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
+    FABRIC_STATE_FIELD_NUMBER: _builtins.int
+    FABRIC_STATUS_FIELD_NUMBER: _builtins.int
+    CLUSTER_UUID_FIELD_NUMBER: _builtins.int
+    CLIQUE_ID_FIELD_NUMBER: _builtins.int
+    NVLINKS_ACTIVE_FIELD_NUMBER: _builtins.int
+    NVLINKS_EXPECTED_FIELD_NUMBER: _builtins.int
+    NVLINK_PEERS_FIELD_NUMBER: _builtins.int
     uuid: _builtins.str
     """"GPU-..." or "MIG-...": its only identity."""
     model: _builtins.str
@@ -355,6 +384,32 @@ class Device(_message.Message):
     """Parent GPU's UUID for a MIG instance."""
     compute_capability: _builtins.str
     """Compute capability, as "9.0"."""
+    pci_path: _builtins.str
+    """PCI bridges above it, root first, as "pci0000:15/0000:15:01.0"; at most 1024
+    characters, empty: unknown.
+    """
+    cpus: _builtins.str
+    """CPUs beside it, as "0-55,112-167"; at most 1024 characters, empty: unknown."""
+    fabric_state: _builtins.str
+    """NVLink fabric: "not_supported", "not_started", "in_progress" or "completed";
+    empty: the driver cannot say. Of use only when completed with status 0.
+    """
+    fabric_status: _builtins.int
+    """What the fabric's start came to: a return code of NVML, 0..999; 0: success."""
+    cluster_uuid: _builtins.str
+    """Cluster UUID as the driver gives it, empty where it is zero or not known."""
+    clique_id: _builtins.int
+    """Clique within the cluster."""
+    nvlinks_active: _builtins.int
+    """NVLinks that are up, 0..64."""
+    nvlinks_expected: _builtins.int
+    """NVLinks that the device has, 0..64."""
+    @_builtins.property
+    def nvlink_peers(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Active NVLinks by what is at their other end: the PCI address of a GPU, or
+        "nvswitch"; at most 64.
+        """
+
     def __init__(
         self,
         *,
@@ -369,10 +424,19 @@ class Device(_message.Message):
         sliceable: _builtins.bool = ...,
         parent_uuid: _builtins.str = ...,
         compute_capability: _builtins.str = ...,
+        pci_path: _builtins.str = ...,
+        cpus: _builtins.str = ...,
+        fabric_state: _builtins.str = ...,
+        fabric_status: _builtins.int = ...,
+        cluster_uuid: _builtins.str = ...,
+        clique_id: _builtins.int = ...,
+        nvlinks_active: _builtins.int = ...,
+        nvlinks_expected: _builtins.int = ...,
+        nvlink_peers: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_capability", b"compute_capability", "index", b"index", "memory_mib", b"memory_mib", "model", b"model", "numa_node", b"numa_node", "nvlink_domain", b"nvlink_domain", "parent_uuid", b"parent_uuid", "pci_address", b"pci_address", "sliceable", b"sliceable", "sm_count", b"sm_count", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clique_id", b"clique_id", "cluster_uuid", b"cluster_uuid", "compute_capability", b"compute_capability", "cpus", b"cpus", "fabric_state", b"fabric_state", "fabric_status", b"fabric_status", "index", b"index", "memory_mib", b"memory_mib", "model", b"model", "numa_node", b"numa_node", "nvlink_domain", b"nvlink_domain", "nvlink_peers", b"nvlink_peers", "nvlinks_active", b"nvlinks_active", "nvlinks_expected", b"nvlinks_expected", "parent_uuid", b"parent_uuid", "pci_address", b"pci_address", "pci_path", b"pci_path", "sliceable", b"sliceable", "sm_count", b"sm_count", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -389,6 +453,12 @@ class Hca(_message.Message):
     PCI_ADDRESS_FIELD_NUMBER: _builtins.int
     NUMA_NODE_FIELD_NUMBER: _builtins.int
     PORTS_FIELD_NUMBER: _builtins.int
+    PCI_PATH_FIELD_NUMBER: _builtins.int
+    SYSTEM_IMAGE_GUID_FIELD_NUMBER: _builtins.int
+    FIRMWARE_FIELD_NUMBER: _builtins.int
+    HCA_TYPE_FIELD_NUMBER: _builtins.int
+    BOARD_ID_FIELD_NUMBER: _builtins.int
+    BONDED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Kernel name, as "mlx5_0"; changes over boots."""
     node_guid: _builtins.str
@@ -397,6 +467,18 @@ class Hca(_message.Message):
     """Slot."""
     numa_node: _builtins.int
     """NUMA node, -1: unknown."""
+    pci_path: _builtins.str
+    """PCI bridges above it, as in Device."""
+    system_image_guid: _builtins.str
+    """16 hex digits, the same for all adapters of one card; empty: unknown."""
+    firmware: _builtins.str
+    """As "28.41.1000"."""
+    hca_type: _builtins.str
+    """Model, as "MT4129"."""
+    board_id: _builtins.str
+    """Exact product, as "MT_0000000838"."""
+    bonded: _builtins.bool
+    """Its port stands for several that the kernel has joined (RoCE LAG)."""
     @_builtins.property
     def ports(self) -> _containers.RepeatedCompositeFieldContainer[Global___HcaPort]:
         """Its ports."""
@@ -409,10 +491,16 @@ class Hca(_message.Message):
         pci_address: _builtins.str = ...,
         numa_node: _builtins.int = ...,
         ports: _abc.Iterable[Global___HcaPort] | None = ...,
+        pci_path: _builtins.str = ...,
+        system_image_guid: _builtins.str = ...,
+        firmware: _builtins.str = ...,
+        hca_type: _builtins.str = ...,
+        board_id: _builtins.str = ...,
+        bonded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "node_guid", b"node_guid", "numa_node", b"numa_node", "pci_address", b"pci_address", "ports", b"ports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["board_id", b"board_id", "bonded", b"bonded", "firmware", b"firmware", "hca_type", b"hca_type", "name", b"name", "node_guid", b"node_guid", "numa_node", b"numa_node", "pci_address", b"pci_address", "pci_path", b"pci_path", "ports", b"ports", "system_image_guid", b"system_image_guid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,6 +519,11 @@ class HcaPort(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     RATE_MBPS_FIELD_NUMBER: _builtins.int
     LINK_LAYER_FIELD_NUMBER: _builtins.int
+    PHYS_STATE_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    SPEED_FIELD_NUMBER: _builtins.int
+    EXPECTED_RATE_MBPS_FIELD_NUMBER: _builtins.int
+    RAIL_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """From 1."""
     port_guid: _builtins.str
@@ -445,6 +538,16 @@ class HcaPort(_message.Message):
     """Thousandths of Gb/s."""
     link_layer: _builtins.str
     """"InfiniBand" or "Ethernet"."""
+    phys_state: _builtins.str
+    """State of the link, as "LinkUp", "Polling", "Disabled"."""
+    width: _builtins.int
+    """Lanes, 1..12; 0: unknown."""
+    speed: _builtins.str
+    """Speed of a lane by name, as "NDR"; empty: unknown."""
+    expected_rate_mbps: _builtins.int
+    """What it should run at, in thousandths of Gb/s; 0: unknown."""
+    rail: _builtins.int
+    """Plane of the compute fabric by position, 0..255; unset: not of it."""
     def __init__(
         self,
         *,
@@ -455,12 +558,19 @@ class HcaPort(_message.Message):
         state: _builtins.str = ...,
         rate_mbps: _builtins.int = ...,
         link_layer: _builtins.str = ...,
+        phys_state: _builtins.str = ...,
+        width: _builtins.int = ...,
+        speed: _builtins.str = ...,
+        expected_rate_mbps: _builtins.int = ...,
+        rail: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rail", b"_rail", "rail", b"rail"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lid", b"lid", "link_layer", b"link_layer", "number", b"number", "port_guid", b"port_guid", "rate_mbps", b"rate_mbps", "sm_lid", b"sm_lid", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rail", b"_rail", "expected_rate_mbps", b"expected_rate_mbps", "lid", b"lid", "link_layer", b"link_layer", "number", b"number", "phys_state", b"phys_state", "port_guid", b"port_guid", "rail", b"rail", "rate_mbps", b"rate_mbps", "sm_lid", b"sm_lid", "speed", b"speed", "state", b"state", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__rail: _TypeAlias = _typing.Literal["rail"]  # noqa: Y015
+    _WhichOneofArgType__rail: _TypeAlias = _typing.Literal["_rail", b"_rail"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rail) -> _WhichOneofReturnType__rail | None: ...
 
 Global___HcaPort: _TypeAlias = HcaPort  # noqa: Y015
 

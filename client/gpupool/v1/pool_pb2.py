@@ -18,7 +18,7 @@ from gpupool.v1 import node_pb2 as gpupool_dot_v1_dot_node__pb2
 from gpupool.v1 import resources_pb2 as gpupool_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15gpupool/v1/pool.proto\x12\ngpupool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15gpupool/v1/node.proto\x1a\x1agpupool/v1/resources.proto\"\x10\n\x0eGetPoolRequest\"\x9c\x02\n\x0fGetPoolResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05nodes\x18\x03 \x01(\x05\x12\x17\n\x0fnodes_connected\x18\x04 \x01(\x05\x12\x0f\n\x07\x64\x65vices\x18\x05 \x01(\x05\x12\x14\n\x0c\x64\x65vices_free\x18\x06 \x01(\x05\x12\x14\n\x0c\x64\x65vices_used\x18\x07 \x01(\x05\x12\x1b\n\x13\x64\x65vices_unavailable\x18\x08 \x01(\x05\x12\x19\n\x11granted_share_pct\x18\t \x01(\x03\x12\x0e\n\x06leases\x18\n \x01(\x05\x12\x0f\n\x07waiting\x18\x0b \x01(\x05\x12\x11\n\tgrain_pct\x18\x0c \x01(\x05\x12\x18\n\x10read_only_reason\x18\r \x01(\t\"9\n\x10ListNodesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"M\n\x11ListNodesResponse\x12\x1f\n\x05nodes\x18\x01 \x03(\x0b\x32\x10.gpupool.v1.Node\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x8f\x02\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.gpupool.v1.NodeState\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x15\n\ragent_version\x18\x04 \x01(\t\x12,\n\tinventory\x18\x05 \x01(\x0b\x32\x19.gpupool.v1.NodeInventory\x12\x32\n\x0elast_seen_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x66ree_cpu_milli\x18\x07 \x01(\x03\x12\x1c\n\x14\x66ree_host_memory_mib\x18\x08 \x01(\x03\x12\x10\n\x08hold_ids\x18\t \x03(\t\"L\n\x12ListDevicesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\"Y\n\x13ListDevicesResponse\x12)\n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32\x18.gpupool.v1.DeviceStatus\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xb4\x02\n\x0c\x44\x65viceStatus\x12\"\n\x06\x64\x65vice\x18\x01 \x01(\x0b\x32\x12.gpupool.v1.Device\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.gpupool.v1.DeviceState\x12\x0f\n\x07reasons\x18\x04 \x03(\t\x12\x16\n\x0e\x66ree_share_pct\x18\x05 \x01(\x05\x12\x17\n\x0f\x66ree_memory_mib\x18\x06 \x01(\x03\x12\x11\n\tlease_ids\x18\x07 \x03(\t\x12\x10\n\x03uid\x18\x08 \x01(\rH\x00\x88\x01\x01\x12(\n\x06strays\x18\t \x03(\x0b\x32\x18.gpupool.v1.StrayProcess\x12.\n\ttelemetry\x18\n \x01(\x0b\x32\x1b.gpupool.v1.DeviceTelemetryB\x06\n\x04_uid\"O\n\x11ListEventsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x03\x12\x0f\n\x07subject\x18\x03 \x01(\t\"g\n\x12ListEventsResponse\x12!\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x11.gpupool.v1.Event\x12\x15\n\rlast_sequence\x18\x02 \x01(\x03\x12\x17\n\x0foldest_sequence\x18\x03 \x01(\x03\"\xd2\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\r\n\x05\x63\x61use\x18\x05 \x01(\t\x12/\n\x07\x64\x65tails\x18\x06 \x03(\x0b\x32\x1e.gpupool.v1.Event.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\",\n\x12WatchEventsRequest\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x03\"8\n\x13WatchEventsResponse\x12!\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x11.gpupool.v1.Event\"\x89\x02\n\x04Hold\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\x12$\n\x05scope\x18\x02 \x01(\x0e\x32\x15.gpupool.v1.HoldScope\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12!\n\x05owner\x18\x05 \x01(\x0b\x32\x12.gpupool.v1.Caller\x12\x17\n\x0f\x61llowed_tenants\x18\x06 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\t \x01(\t\"G\n\x11\x43reateHoldRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1e\n\x04hold\x18\x02 \x01(\x0b\x32\x10.gpupool.v1.Hold\"4\n\x12\x43reateHoldResponse\x12\x1e\n\x04hold\x18\x01 \x01(\x0b\x32\x10.gpupool.v1.Hold\"9\n\x10ListHoldsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"M\n\x11ListHoldsResponse\x12\x1f\n\x05holds\x18\x01 \x03(\x0b\x32\x10.gpupool.v1.Hold\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x11\x44\x65leteHoldRequest\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\"\x14\n\x12\x44\x65leteHoldResponse\"\x94\x01\n\x13UnclaimedAssignment\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05token\x18\x04 \x01(\x03\x12 \n\x05place\x18\x05 \x01(\x0b\x32\x11.gpupool.v1.Place\x12\x0b\n\x03uid\x18\x06 \x01(\r\x12\x0e\n\x06\x65nding\x18\x07 \x01(\x08\"=\n\x14ListUnclaimedRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"f\n\x15ListUnclaimedResponse\x12\x34\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32\x1f.gpupool.v1.UnclaimedAssignment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"8\n\x13\x45ndUnclaimedRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x16\n\x14\x45ndUnclaimedResponse*]\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14NODE_STATE_CONNECTED\x10\x01\x12\x1a\n\x16NODE_STATE_UNREACHABLE\x10\x02*\x91\x01\n\x0b\x44\x65viceState\x12\x1c\n\x18\x44\x45VICE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x45VICE_STATE_FREE\x10\x01\x12\x17\n\x13\x44\x45VICE_STATE_SLICED\x10\x02\x12\x16\n\x12\x44\x45VICE_STATE_WHOLE\x10\x03\x12\x1c\n\x18\x44\x45VICE_STATE_UNAVAILABLE\x10\x04*S\n\tHoldScope\x12\x1a\n\x16HOLD_SCOPE_UNSPECIFIED\x10\x00\x12\x15\n\x11HOLD_SCOPE_DEVICE\x10\x01\x12\x13\n\x0fHOLD_SCOPE_NODE\x10\x02\x32\x97\x06\n\x0bPoolService\x12\x42\n\x07GetPool\x12\x1a.gpupool.v1.GetPoolRequest\x1a\x1b.gpupool.v1.GetPoolResponse\x12H\n\tListNodes\x12\x1c.gpupool.v1.ListNodesRequest\x1a\x1d.gpupool.v1.ListNodesResponse\x12N\n\x0bListDevices\x12\x1e.gpupool.v1.ListDevicesRequest\x1a\x1f.gpupool.v1.ListDevicesResponse\x12K\n\nListEvents\x12\x1d.gpupool.v1.ListEventsRequest\x1a\x1e.gpupool.v1.ListEventsResponse\x12P\n\x0bWatchEvents\x12\x1e.gpupool.v1.WatchEventsRequest\x1a\x1f.gpupool.v1.WatchEventsResponse0\x01\x12K\n\nCreateHold\x12\x1d.gpupool.v1.CreateHoldRequest\x1a\x1e.gpupool.v1.CreateHoldResponse\x12H\n\tListHolds\x12\x1c.gpupool.v1.ListHoldsRequest\x1a\x1d.gpupool.v1.ListHoldsResponse\x12K\n\nDeleteHold\x12\x1d.gpupool.v1.DeleteHoldRequest\x1a\x1e.gpupool.v1.DeleteHoldResponse\x12T\n\rListUnclaimed\x12 .gpupool.v1.ListUnclaimedRequest\x1a!.gpupool.v1.ListUnclaimedResponse\x12Q\n\x0c\x45ndUnclaimed\x12\x1f.gpupool.v1.EndUnclaimedRequest\x1a .gpupool.v1.EndUnclaimedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15gpupool/v1/pool.proto\x12\ngpupool.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15gpupool/v1/node.proto\x1a\x1agpupool/v1/resources.proto\"\x10\n\x0eGetPoolRequest\"\x9c\x02\n\x0fGetPoolResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05nodes\x18\x03 \x01(\x05\x12\x17\n\x0fnodes_connected\x18\x04 \x01(\x05\x12\x0f\n\x07\x64\x65vices\x18\x05 \x01(\x05\x12\x14\n\x0c\x64\x65vices_free\x18\x06 \x01(\x05\x12\x14\n\x0c\x64\x65vices_used\x18\x07 \x01(\x05\x12\x1b\n\x13\x64\x65vices_unavailable\x18\x08 \x01(\x05\x12\x19\n\x11granted_share_pct\x18\t \x01(\x03\x12\x0e\n\x06leases\x18\n \x01(\x05\x12\x0f\n\x07waiting\x18\x0b \x01(\x05\x12\x11\n\tgrain_pct\x18\x0c \x01(\x05\x12\x18\n\x10read_only_reason\x18\r \x01(\t\"9\n\x10ListNodesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"M\n\x11ListNodesResponse\x12\x1f\n\x05nodes\x18\x01 \x03(\x0b\x32\x10.gpupool.v1.Node\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x8f\x02\n\x04Node\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.gpupool.v1.NodeState\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x15\n\ragent_version\x18\x04 \x01(\t\x12,\n\tinventory\x18\x05 \x01(\x0b\x32\x19.gpupool.v1.NodeInventory\x12\x32\n\x0elast_seen_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0e\x66ree_cpu_milli\x18\x07 \x01(\x03\x12\x1c\n\x14\x66ree_host_memory_mib\x18\x08 \x01(\x03\x12\x10\n\x08hold_ids\x18\t \x03(\t\"L\n\x12ListDevicesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\"Y\n\x13ListDevicesResponse\x12)\n\x07\x64\x65vices\x18\x01 \x03(\x0b\x32\x18.gpupool.v1.DeviceStatus\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xe8\x02\n\x0c\x44\x65viceStatus\x12\"\n\x06\x64\x65vice\x18\x01 \x01(\x0b\x32\x12.gpupool.v1.Device\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.gpupool.v1.DeviceState\x12\x0f\n\x07reasons\x18\x04 \x03(\t\x12\x16\n\x0e\x66ree_share_pct\x18\x05 \x01(\x05\x12\x17\n\x0f\x66ree_memory_mib\x18\x06 \x01(\x03\x12\x11\n\tlease_ids\x18\x07 \x03(\t\x12\x10\n\x03uid\x18\x08 \x01(\rH\x00\x88\x01\x01\x12(\n\x06strays\x18\t \x03(\x0b\x32\x18.gpupool.v1.StrayProcess\x12.\n\ttelemetry\x18\n \x01(\x0b\x32\x1b.gpupool.v1.DeviceTelemetry\x12\x32\n\x0elast_seen_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x06\n\x04_uid\"O\n\x11ListEventsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x03\x12\x0f\n\x07subject\x18\x03 \x01(\t\"g\n\x12ListEventsResponse\x12!\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x11.gpupool.v1.Event\x12\x15\n\rlast_sequence\x18\x02 \x01(\x03\x12\x17\n\x0foldest_sequence\x18\x03 \x01(\x03\"\xd2\x01\n\x05\x45vent\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0f\n\x07subject\x18\x04 \x01(\t\x12\r\n\x05\x63\x61use\x18\x05 \x01(\t\x12/\n\x07\x64\x65tails\x18\x06 \x03(\x0b\x32\x1e.gpupool.v1.Event.DetailsEntry\x1a.\n\x0c\x44\x65tailsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\",\n\x12WatchEventsRequest\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x03\"8\n\x13WatchEventsResponse\x12!\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x11.gpupool.v1.Event\"\x89\x02\n\x04Hold\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\x12$\n\x05scope\x18\x02 \x01(\x0e\x32\x15.gpupool.v1.HoldScope\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12!\n\x05owner\x18\x05 \x01(\x0b\x32\x12.gpupool.v1.Caller\x12\x17\n\x0f\x61llowed_tenants\x18\x06 \x03(\t\x12/\n\x0b\x65xpire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0c\n\x04kind\x18\t \x01(\t\"G\n\x11\x43reateHoldRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1e\n\x04hold\x18\x02 \x01(\x0b\x32\x10.gpupool.v1.Hold\"4\n\x12\x43reateHoldResponse\x12\x1e\n\x04hold\x18\x01 \x01(\x0b\x32\x10.gpupool.v1.Hold\"9\n\x10ListHoldsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"M\n\x11ListHoldsResponse\x12\x1f\n\x05holds\x18\x01 \x03(\x0b\x32\x10.gpupool.v1.Hold\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x11\x44\x65leteHoldRequest\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\"\x14\n\x12\x44\x65leteHoldResponse\"\x94\x01\n\x13UnclaimedAssignment\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\r\n\x05token\x18\x04 \x01(\x03\x12 \n\x05place\x18\x05 \x01(\x0b\x32\x11.gpupool.v1.Place\x12\x0b\n\x03uid\x18\x06 \x01(\r\x12\x0e\n\x06\x65nding\x18\x07 \x01(\x08\"=\n\x14ListUnclaimedRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"f\n\x15ListUnclaimedResponse\x12\x34\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32\x1f.gpupool.v1.UnclaimedAssignment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"8\n\x13\x45ndUnclaimedRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\"\x16\n\x14\x45ndUnclaimedResponse*]\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14NODE_STATE_CONNECTED\x10\x01\x12\x1a\n\x16NODE_STATE_UNREACHABLE\x10\x02*\x91\x01\n\x0b\x44\x65viceState\x12\x1c\n\x18\x44\x45VICE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x45VICE_STATE_FREE\x10\x01\x12\x17\n\x13\x44\x45VICE_STATE_SLICED\x10\x02\x12\x16\n\x12\x44\x45VICE_STATE_WHOLE\x10\x03\x12\x1c\n\x18\x44\x45VICE_STATE_UNAVAILABLE\x10\x04*S\n\tHoldScope\x12\x1a\n\x16HOLD_SCOPE_UNSPECIFIED\x10\x00\x12\x15\n\x11HOLD_SCOPE_DEVICE\x10\x01\x12\x13\n\x0fHOLD_SCOPE_NODE\x10\x02\x32\x97\x06\n\x0bPoolService\x12\x42\n\x07GetPool\x12\x1a.gpupool.v1.GetPoolRequest\x1a\x1b.gpupool.v1.GetPoolResponse\x12H\n\tListNodes\x12\x1c.gpupool.v1.ListNodesRequest\x1a\x1d.gpupool.v1.ListNodesResponse\x12N\n\x0bListDevices\x12\x1e.gpupool.v1.ListDevicesRequest\x1a\x1f.gpupool.v1.ListDevicesResponse\x12K\n\nListEvents\x12\x1d.gpupool.v1.ListEventsRequest\x1a\x1e.gpupool.v1.ListEventsResponse\x12P\n\x0bWatchEvents\x12\x1e.gpupool.v1.WatchEventsRequest\x1a\x1f.gpupool.v1.WatchEventsResponse0\x01\x12K\n\nCreateHold\x12\x1d.gpupool.v1.CreateHoldRequest\x1a\x1e.gpupool.v1.CreateHoldResponse\x12H\n\tListHolds\x12\x1c.gpupool.v1.ListHoldsRequest\x1a\x1d.gpupool.v1.ListHoldsResponse\x12K\n\nDeleteHold\x12\x1d.gpupool.v1.DeleteHoldRequest\x1a\x1e.gpupool.v1.DeleteHoldResponse\x12T\n\rListUnclaimed\x12 .gpupool.v1.ListUnclaimedRequest\x1a!.gpupool.v1.ListUnclaimedResponse\x12Q\n\x0c\x45ndUnclaimed\x12\x1f.gpupool.v1.EndUnclaimedRequest\x1a .gpupool.v1.EndUnclaimedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -27,12 +27,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EVENT_DETAILSENTRY']._loaded_options = None
   _globals['_EVENT_DETAILSENTRY']._serialized_options = b'8\001'
-  _globals['_NODESTATE']._serialized_start=2814
-  _globals['_NODESTATE']._serialized_end=2907
-  _globals['_DEVICESTATE']._serialized_start=2910
-  _globals['_DEVICESTATE']._serialized_end=3055
-  _globals['_HOLDSCOPE']._serialized_start=3057
-  _globals['_HOLDSCOPE']._serialized_end=3140
+  _globals['_NODESTATE']._serialized_start=2866
+  _globals['_NODESTATE']._serialized_end=2959
+  _globals['_DEVICESTATE']._serialized_start=2962
+  _globals['_DEVICESTATE']._serialized_end=3107
+  _globals['_HOLDSCOPE']._serialized_start=3109
+  _globals['_HOLDSCOPE']._serialized_end=3192
   _globals['_GETPOOLREQUEST']._serialized_start=121
   _globals['_GETPOOLREQUEST']._serialized_end=137
   _globals['_GETPOOLRESPONSE']._serialized_start=140
@@ -48,43 +48,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTDEVICESRESPONSE']._serialized_start=916
   _globals['_LISTDEVICESRESPONSE']._serialized_end=1005
   _globals['_DEVICESTATUS']._serialized_start=1008
-  _globals['_DEVICESTATUS']._serialized_end=1316
-  _globals['_LISTEVENTSREQUEST']._serialized_start=1318
-  _globals['_LISTEVENTSREQUEST']._serialized_end=1397
-  _globals['_LISTEVENTSRESPONSE']._serialized_start=1399
-  _globals['_LISTEVENTSRESPONSE']._serialized_end=1502
-  _globals['_EVENT']._serialized_start=1505
-  _globals['_EVENT']._serialized_end=1715
-  _globals['_EVENT_DETAILSENTRY']._serialized_start=1669
-  _globals['_EVENT_DETAILSENTRY']._serialized_end=1715
-  _globals['_WATCHEVENTSREQUEST']._serialized_start=1717
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=1761
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=1763
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=1819
-  _globals['_HOLD']._serialized_start=1822
-  _globals['_HOLD']._serialized_end=2087
-  _globals['_CREATEHOLDREQUEST']._serialized_start=2089
-  _globals['_CREATEHOLDREQUEST']._serialized_end=2160
-  _globals['_CREATEHOLDRESPONSE']._serialized_start=2162
-  _globals['_CREATEHOLDRESPONSE']._serialized_end=2214
-  _globals['_LISTHOLDSREQUEST']._serialized_start=2216
-  _globals['_LISTHOLDSREQUEST']._serialized_end=2273
-  _globals['_LISTHOLDSRESPONSE']._serialized_start=2275
-  _globals['_LISTHOLDSRESPONSE']._serialized_end=2352
-  _globals['_DELETEHOLDREQUEST']._serialized_start=2354
-  _globals['_DELETEHOLDREQUEST']._serialized_end=2390
-  _globals['_DELETEHOLDRESPONSE']._serialized_start=2392
-  _globals['_DELETEHOLDRESPONSE']._serialized_end=2412
-  _globals['_UNCLAIMEDASSIGNMENT']._serialized_start=2415
-  _globals['_UNCLAIMEDASSIGNMENT']._serialized_end=2563
-  _globals['_LISTUNCLAIMEDREQUEST']._serialized_start=2565
-  _globals['_LISTUNCLAIMEDREQUEST']._serialized_end=2626
-  _globals['_LISTUNCLAIMEDRESPONSE']._serialized_start=2628
-  _globals['_LISTUNCLAIMEDRESPONSE']._serialized_end=2730
-  _globals['_ENDUNCLAIMEDREQUEST']._serialized_start=2732
-  _globals['_ENDUNCLAIMEDREQUEST']._serialized_end=2788
-  _globals['_ENDUNCLAIMEDRESPONSE']._serialized_start=2790
-  _globals['_ENDUNCLAIMEDRESPONSE']._serialized_end=2812
-  _globals['_POOLSERVICE']._serialized_start=3143
-  _globals['_POOLSERVICE']._serialized_end=3934
+  _globals['_DEVICESTATUS']._serialized_end=1368
+  _globals['_LISTEVENTSREQUEST']._serialized_start=1370
+  _globals['_LISTEVENTSREQUEST']._serialized_end=1449
+  _globals['_LISTEVENTSRESPONSE']._serialized_start=1451
+  _globals['_LISTEVENTSRESPONSE']._serialized_end=1554
+  _globals['_EVENT']._serialized_start=1557
+  _globals['_EVENT']._serialized_end=1767
+  _globals['_EVENT_DETAILSENTRY']._serialized_start=1721
+  _globals['_EVENT_DETAILSENTRY']._serialized_end=1767
+  _globals['_WATCHEVENTSREQUEST']._serialized_start=1769
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=1813
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=1815
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=1871
+  _globals['_HOLD']._serialized_start=1874
+  _globals['_HOLD']._serialized_end=2139
+  _globals['_CREATEHOLDREQUEST']._serialized_start=2141
+  _globals['_CREATEHOLDREQUEST']._serialized_end=2212
+  _globals['_CREATEHOLDRESPONSE']._serialized_start=2214
+  _globals['_CREATEHOLDRESPONSE']._serialized_end=2266
+  _globals['_LISTHOLDSREQUEST']._serialized_start=2268
+  _globals['_LISTHOLDSREQUEST']._serialized_end=2325
+  _globals['_LISTHOLDSRESPONSE']._serialized_start=2327
+  _globals['_LISTHOLDSRESPONSE']._serialized_end=2404
+  _globals['_DELETEHOLDREQUEST']._serialized_start=2406
+  _globals['_DELETEHOLDREQUEST']._serialized_end=2442
+  _globals['_DELETEHOLDRESPONSE']._serialized_start=2444
+  _globals['_DELETEHOLDRESPONSE']._serialized_end=2464
+  _globals['_UNCLAIMEDASSIGNMENT']._serialized_start=2467
+  _globals['_UNCLAIMEDASSIGNMENT']._serialized_end=2615
+  _globals['_LISTUNCLAIMEDREQUEST']._serialized_start=2617
+  _globals['_LISTUNCLAIMEDREQUEST']._serialized_end=2678
+  _globals['_LISTUNCLAIMEDRESPONSE']._serialized_start=2680
+  _globals['_LISTUNCLAIMEDRESPONSE']._serialized_end=2782
+  _globals['_ENDUNCLAIMEDREQUEST']._serialized_start=2784
+  _globals['_ENDUNCLAIMEDREQUEST']._serialized_end=2840
+  _globals['_ENDUNCLAIMEDRESPONSE']._serialized_start=2842
+  _globals['_ENDUNCLAIMEDRESPONSE']._serialized_end=2864
+  _globals['_POOLSERVICE']._serialized_start=3195
+  _globals['_POOLSERVICE']._serialized_end=3986
 # @@protoc_insertion_point(module_scope)

@@ -371,6 +371,7 @@ class DeviceStatus(_message.Message):
     UID_FIELD_NUMBER: _builtins.int
     STRAYS_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
+    LAST_SEEN_TIME_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Node id."""
     state: Global___DeviceState.ValueType
@@ -401,6 +402,12 @@ class DeviceStatus(_message.Message):
     def telemetry(self) -> _node_pb2.DeviceTelemetry:
         """Last measurement."""
 
+    @_builtins.property
+    def last_seen_time(self) -> _timestamp_pb2.Timestamp:
+        """When its node last had it, while it is missing or failed; unset: it is there,
+        or that is not known.
+        """
+
     def __init__(
         self,
         *,
@@ -414,10 +421,11 @@ class DeviceStatus(_message.Message):
         uid: _builtins.int | None = ...,
         strays: _abc.Iterable[_node_pb2.StrayProcess] | None = ...,
         telemetry: _node_pb2.DeviceTelemetry | None = ...,
+        last_seen_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_uid", b"_uid", "device", b"device", "telemetry", b"telemetry", "uid", b"uid"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_uid", b"_uid", "device", b"device", "last_seen_time", b"last_seen_time", "telemetry", b"telemetry", "uid", b"uid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_uid", b"_uid", "device", b"device", "free_memory_mib", b"free_memory_mib", "free_share_pct", b"free_share_pct", "lease_ids", b"lease_ids", "node_id", b"node_id", "reasons", b"reasons", "state", b"state", "strays", b"strays", "telemetry", b"telemetry", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_uid", b"_uid", "device", b"device", "free_memory_mib", b"free_memory_mib", "free_share_pct", b"free_share_pct", "last_seen_time", b"last_seen_time", "lease_ids", b"lease_ids", "node_id", b"node_id", "reasons", b"reasons", "state", b"state", "strays", b"strays", "telemetry", b"telemetry", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__uid: _TypeAlias = _typing.Literal["uid"]  # noqa: Y015
     _WhichOneofArgType__uid: _TypeAlias = _typing.Literal["_uid", b"_uid"]  # noqa: Y015

@@ -14,6 +14,11 @@ _INDEX_MAX = 4095
 _SM_COUNT_MAX = 65_535
 _LID_MAX = 65_535
 _RATE_MBPS_MAX = 1_000_000_000
+_LOCALITY_CHARS_MAX = 1024
+_FABRIC_STATUS_MAX = 999
+_NVLINKS_MAX = 64
+_WIDTH_MAX = 12
+_RAIL_MAX = 255
 _COMMAND_CHARS_MAX = limits.NAME_CHARS_MAX
 
 
@@ -31,6 +36,15 @@ def device_to_proto(device: Device) -> pb.Device:
         sliceable=device.sliceable,
         parent_uuid=device.parent_uuid or "",
         compute_capability=device.compute_capability,
+        pci_path=device.pci_path,
+        cpus=device.cpus,
+        fabric_state=device.fabric_state,
+        fabric_status=device.fabric_status,
+        cluster_uuid=device.cluster_uuid,
+        clique_id=device.clique_id,
+        nvlinks_active=device.nvlinks_active,
+        nvlinks_expected=device.nvlinks_expected,
+        nvlink_peers=device.nvlink_peers,
     )
 
 
@@ -52,7 +66,28 @@ def device_from_proto(at: str, message: pb.Device) -> Device:
         sliceable=message.sliceable,
         parent_uuid=parent,
         compute_capability=door.text(at, "compute_capability", message.compute_capability),
+        pci_path=door.text(at, "pci_path", message.pci_path, most=_LOCALITY_CHARS_MAX),
+        cpus=door.text(at, "cpus", message.cpus, most=_LOCALITY_CHARS_MAX),
+        fabric_state=door.text(at, "fabric_state", message.fabric_state),
+        fabric_status=door.integer(
+            at, "fabric_status", message.fabric_status, 0, _FABRIC_STATUS_MAX
+        ),
+        cluster_uuid=door.text(at, "cluster_uuid", message.cluster_uuid),
+        clique_id=message.clique_id,
+        nvlinks_active=door.integer(at, "nvlinks_active", message.nvlinks_active, 0, _NVLINKS_MAX),
+        nvlinks_expected=door.integer(
+            at, "nvlinks_expected", message.nvlinks_expected, 0, _NVLINKS_MAX
+        ),
+        nvlink_peers=_nvlink_peers(at, message),
     )
+
+
+def _nvlink_peers(at: str, message: pb.Device) -> dict[str, int]:
+    door.count(at, "nvlink_peers", message.nvlink_peers, 0, _NVLINKS_MAX)
+    for peer, links in message.nvlink_peers.items():
+        door.text(at, "nvlink_peers key", peer, least=1)
+        door.integer(at, f"nvlink_peers[{peer!r}]", links, 1, _NVLINKS_MAX)
+    return dict(message.nvlink_peers)
 
 
 def hca_port_to_proto(port: HcaPort) -> pb.HcaPort:
@@ -65,6 +100,11 @@ def hca_port_to_proto(port: HcaPort) -> pb.HcaPort:
         state=port.state,
         rate_mbps=port.rate_mbps,
         link_layer=port.link_layer,
+        phys_state=port.phys_state,
+        width=port.width,
+        speed=port.speed,
+        expected_rate_mbps=port.expected_rate_mbps,
+        rail=port.rail,
     )
 
 
@@ -78,6 +118,17 @@ def hca_port_from_proto(at: str, message: pb.HcaPort) -> HcaPort:
         state=door.text(at, "state", message.state),
         rate_mbps=door.integer(at, "rate_mbps", message.rate_mbps, 0, _RATE_MBPS_MAX),
         link_layer=door.text(at, "link_layer", message.link_layer),
+        phys_state=door.text(at, "phys_state", message.phys_state),
+        width=door.integer(at, "width", message.width, 0, _WIDTH_MAX),
+        speed=door.text(at, "speed", message.speed),
+        expected_rate_mbps=door.integer(
+            at, "expected_rate_mbps", message.expected_rate_mbps, 0, _RATE_MBPS_MAX
+        ),
+        rail=(
+            door.integer(at, "rail", message.rail, 0, _RAIL_MAX)
+            if message.HasField("rail")
+            else None
+        ),
     )
 
 
@@ -89,6 +140,12 @@ def hca_to_proto(hca: Hca) -> pb.Hca:
         pci_address=hca.pci_address,
         numa_node=hca.numa_node,
         ports=[hca_port_to_proto(port) for port in hca.ports],
+        pci_path=hca.pci_path,
+        system_image_guid=hca.system_image_guid,
+        firmware=hca.firmware,
+        hca_type=hca.hca_type,
+        board_id=hca.board_id,
+        bonded=hca.bonded,
     )
 
 
@@ -106,6 +163,16 @@ def hca_from_proto(at: str, message: pb.Hca) -> Hca:
         pci_address=door.text(at, "pci_address", message.pci_address),
         numa_node=door.integer(at, "numa_node", message.numa_node, -1, _NUMA_NODE_MAX),
         ports=ports,
+        pci_path=door.text(at, "pci_path", message.pci_path, most=_LOCALITY_CHARS_MAX),
+        system_image_guid=(
+            door.guid(at, "system_image_guid", message.system_image_guid)
+            if message.system_image_guid
+            else ""
+        ),
+        firmware=door.text(at, "firmware", message.firmware),
+        hca_type=door.text(at, "hca_type", message.hca_type),
+        board_id=door.text(at, "board_id", message.board_id),
+        bonded=message.bonded,
     )
 
 

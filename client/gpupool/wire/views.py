@@ -100,6 +100,8 @@ def device_view_to_proto(view: DeviceView) -> pool_pb2.DeviceStatus:
     )
     if view.telemetry is not None:
         message.telemetry.CopyFrom(device_telemetry_to_proto(view.telemetry))
+    if view.last_seen_unix_s:
+        message.last_seen_time.CopyFrom(timestamp_to_proto(view.last_seen_unix_s))
     return message
 
 
@@ -135,6 +137,7 @@ def device_view_from_proto(message: pool_pb2.DeviceStatus, at: str = "device") -
             if message.HasField("telemetry")
             else None
         ),
+        last_seen_unix_s=timestamp_from_proto(at, "last_seen_time", message.last_seen_time),
     )
 
 

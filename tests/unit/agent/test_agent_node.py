@@ -327,7 +327,9 @@ def hca(name: str, numa_node: int, *states: str, layer: str = "InfiniBand") -> H
         node_guid="0" * 16,
         numa_node=numa_node,
         ports=tuple(
-            HcaPort(number=number, port_guid="0" * 16, state=state, link_layer=layer)
+            HcaPort(
+                number=number, port_guid="0" * 16, state=state, link_layer=layer, lid=7, sm_lid=1
+            )
             for number, state in enumerate(states, 1)
         ),
     )

@@ -15,7 +15,7 @@ from gpupool.model.assignment import AssignmentKey, AssignmentReport, Assignment
 from gpupool.model.caller import Caller
 from gpupool.model.hold import Hold, HoldKind, HoldScope
 from gpupool.model.ids import DeviceUuid, HoldId, LeaseId, NodeId, RequestId
-from gpupool.model.inventory import NodeInventory, NodeRecord
+from gpupool.model.inventory import Device, Hca, HcaPort, NodeInventory, NodeRecord
 from gpupool.model.lease import DeviceShare, Lease, LeaseState, Member, MemberState, Place
 from gpupool.model.request import Group, LeaseSpec, WholeGpus
 from gpupool_allocator.core.effects import Stored, UnclaimedRecord
@@ -180,6 +180,23 @@ def test_optional_fields_that_an_older_writer_lacks_take_their_usual_value() -> 
     older = decode(stored_with(encode(lease), grant_unix_s=None, ttl_s=None))
     expected = dataclasses.replace(lease, grant_unix_s=None, ttl_s=None)
     assert older == without_environments(expected)
+
+
+def test_what_a_node_does_not_say_takes_no_room_and_comes_back_as_unknown() -> None:
+    """Records of 0.1.0 have neither bridges nor links nor rails."""
+    port = HcaPort(number=1, port_guid="0" * 16)
+    inventory = NodeInventory(
+        devices=(Device(uuid=DeviceUuid("GPU-1"), model="H100"),),
+        hcas=(Hca(name="mlx5_0", node_guid="0" * 16, ports=(port,)),),
+    )
+    record = NodeRecord(
+        node_id=NodeId("n"), boot_id="b", agent_version="0.1.0", inventory=inventory
+    )
+    written = json.loads(encode(record).value or b"")["inventory"]
+    assert set(written["devices"][0]) == {"uuid", "model", "index"}
+    assert set(written["hcas"][0]) == {"name", "guid", "ports"}
+    assert set(written["hcas"][0]["ports"][0]) == {"number", "guid", "link_layer"}
+    assert decode(as_loaded(encode(record))) == record
 
 
 @pytest.mark.parametrize(

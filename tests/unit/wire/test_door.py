@@ -1,6 +1,7 @@
 """Bad input is refused with the field and the accepted range."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -205,6 +206,15 @@ def two_of_one_device(message: node_pb2.Hello) -> None:
         message.inventory.devices.add(uuid="GPU-1", model="H100")
 
 
+def _with_device(field: str, value: object, message: node_pb2.Hello) -> None:
+    message.inventory.devices.add(uuid="GPU-1", model="H100", **{field: value})  # type: ignore[arg-type]
+
+
+def _with_port(field: str, value: object, message: node_pb2.Hello) -> None:
+    hca = message.inventory.hcas.add(name="m", node_guid="0" * 16)
+    hca.ports.add(number=1, port_guid="0" * 16, **{field: value})  # type: ignore[arg-type]
+
+
 BAD_HELLOS: dict[str, tuple[Callable[[node_pb2.Hello], None], str]] = {
     "node id": (lambda m: setattr(m, "node_id", "a b"), "hello.node_id"),
     "no revisions": (lambda m: m.ClearField("protocol_revisions"), "hello.protocol_revisions"),
@@ -213,6 +223,31 @@ BAD_HELLOS: dict[str, tuple[Callable[[node_pb2.Hello], None], str]] = {
     "device uuid": (
         lambda m: m.inventory.devices.add(uuid="0", model="H100") and None,
         "hello.inventory.devices[0].uuid",
+    ),
+    **{
+        name: (partial(_with_device, field, value), f"hello.inventory.devices[0].{path}")
+        for name, field, value, path in (
+            ("links", "nvlinks_active", 65, "nvlinks_active"),
+            ("negative links", "nvlinks_expected", -1, "nvlinks_expected"),
+            ("fabric status", "fabric_status", 1000, "fabric_status"),
+            ("bridges", "pci_path", "x" * 1025, "pci_path"),
+            ("no links at a peer", "nvlink_peers", {"nvswitch": 0}, "nvlink_peers['nvswitch']"),
+        )
+    },
+    **{
+        name: (partial(_with_port, field, value), f"hello.inventory.hcas[0].ports[0].{field}")
+        for name, field, value in (
+            ("width", "width", 13),
+            ("rail", "rail", 256),
+            ("expected rate", "expected_rate_mbps", -1),
+        )
+    },
+    "image guid": (
+        lambda m: (
+            m.inventory.hcas.add(name="m", node_guid="0" * 16, numa_node=-1, system_image_guid="7")
+            and None
+        ),
+        "hello.inventory.hcas[0].system_image_guid",
     ),
 }
 
