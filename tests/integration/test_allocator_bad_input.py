@@ -187,9 +187,9 @@ def wild(kind: type[Message], random_numbers: random.Random, depth: int = 0) -> 
         if random_numbers.random() < 0.4 or depth > 5:
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            getattr(message, field.name)[random_numbers.choice(TEXTS)] = random_numbers.choice(
-                TEXTS
-            )
+            entry = field.message_type.fields_by_name
+            key, value = (_wild_value(entry[part], random_numbers) for part in ("key", "value"))
+            getattr(message, field.name)[key] = value
             continue
         if field.message_type is not None:
             made = wild(GetMessageClass(field.message_type), random_numbers, depth + 1)
