@@ -27,10 +27,15 @@ class BlockingCalls:
         self._lock = asyncio.Lock()
         self._running: asyncio.Future[Any] | None = None
 
+    @property
+    def hangs(self) -> bool:
+        """Whether a call is under way that has not returned."""
+        return self._running is not None and not self._running.done()
+
     async def call(self, function: Callable[[], T], deadline_s: float) -> T:
         """Give what ``function`` gives or raise what it raises; CallHangsError."""
         async with self._lock:
-            if self._running is not None and not self._running.done():
+            if self.hangs:
                 raise CallHangsError(f"an earlier call to the {self._name} has not returned")
             future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
             self._running = future
