@@ -84,10 +84,10 @@ class HelperClient:
             return str(error)
         return ""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give the connection back; what is under way fails."""
         if self._channel is not None:
-            self._channel.close()
+            await self._channel.close()
 
     async def set_compute_mode(self, gpu: DeviceUuid, mode: ComputeMode) -> None:
         """Sets a GPU's compute mode."""
@@ -237,9 +237,10 @@ class _Channel:
         """Whether it is of no use any more."""
         return self._reader.done()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End it."""
         self._reader.cancel()
+        await asyncio.wait({self._reader})
 
     async def ask(self, number: int, data: bytes) -> dict[str, Any]:
         """Send a message and wait for its answer; _GoneError."""
@@ -287,7 +288,7 @@ class NoHelper:
         """Why no helper answers."""
         return f"helper_socket is empty: {HOW}"
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nothing to give back."""
 
     async def set_compute_mode(self, gpu: DeviceUuid, mode: ComputeMode) -> None:

@@ -64,6 +64,7 @@ class Helper:
         }
         self.process: subprocess.Popen[bytes] | None = None
         self.log = self.folder / "log"
+        self._peers: list[Peer] = []
 
     def start(self) -> None:
         ready = self.folder / "ready"
@@ -96,7 +97,22 @@ class Helper:
         self.process.send_signal(number)
         return self.process.wait(DEADLINE_S)
 
+    def peer(self) -> "Peer":
+        """A connection that lasts at most as long as the test's helper."""
+        self._peers.append(Peer(self.socket))
+        return self._peers[-1]
+
+    def ask(self, action: str, **arguments: Any) -> dict[str, Any]:
+        """One request on a connection of its own."""
+        opened = Peer(self.socket)
+        try:
+            return opened.ask(action, **arguments)
+        finally:
+            opened.close()
+
     def end(self) -> None:
+        for each in self._peers:
+            each.close()
         if self.process is not None and self.process.poll() is None:
             self.stop()
         for file in (self.folder / "run").glob("mps-*.pid"):
@@ -137,7 +153,11 @@ class Peer:
     def __init__(self, path: Path) -> None:
         self.channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel.settimeout(DEADLINE_S)
-        self.channel.connect(str(path))
+        try:
+            self.channel.connect(str(path))
+        except OSError:
+            self.channel.close()
+            raise
         self._number = 0
 
     def send(self, data: bytes) -> dict[str, Any]:
