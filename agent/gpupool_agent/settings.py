@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from gpupool_agent.log import LEVELS
+
 NODE_ID = re.compile(r"[A-Za-z0-9_.-]{1,253}\Z")
 ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})\Z")
 ENVIRONMENT_PREFIX = "GPUPOOL_AGENT_"
@@ -59,6 +61,10 @@ class AgentSettings:
         default=RUN_DIR,
         metadata={"text": "Where MPS directories are; short, since sockets live in them."},
     )
+    helper_socket: Path | None = field(
+        default=RUN_DIR.with_name("gpupool-helper") / "helper.sock",
+        metadata={"text": "Unix socket of the root helper. Empty: the agent only reads."},
+    )
     labels: Mapping[str, str] = field(
         default_factory=dict[str, str],
         metadata={"text": "Labels of the node, for selection (at most 64)."},
@@ -77,6 +83,9 @@ class AgentSettings:
     )
     driver_deadline_s: float = _setting(
         5.0, "A driver call that takes longer counts as hung, in seconds (0.1..600)."
+    )
+    log_level: str = _setting(
+        "info", "Least severe log line that is written: debug, info, warning or error."
     )
     local_connections_max: int = _setting(
         256, "Connections on the Unix socket at a time (1..4096)."
@@ -114,12 +123,15 @@ class AgentSettings:
             self.local_connections_max,
             "1..4096",
         )
-        check(
-            self.socket is None or len(os.fsencode(self.socket)) <= SOCKET_PATH_BYTES_MAX,
-            "socket",
-            self.socket,
-            f"a path of at most {SOCKET_PATH_BYTES_MAX} bytes",
-        )
+        check(self.log_level in LEVELS, "log_level", self.log_level, f"one of {', '.join(LEVELS)}")
+        for key in ("socket", "helper_socket"):
+            path: Path | None = getattr(self, key)
+            check(
+                path is None or len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX,
+                key,
+                path,
+                f"a path of at most {SOCKET_PATH_BYTES_MAX} bytes",
+            )
         check(
             len(self.labels) <= LABELS_MAX,
             "labels",

@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-import structlog
-
 from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool_agent.devices.privileged import (
     CommandOutcome,
@@ -75,14 +73,6 @@ class HelperClient:
         self._numbers = itertools.count(1)
         self._channel: _Channel | None = None
         self._connecting = asyncio.Lock()
-
-    async def reachable(self) -> str:
-        """Empty where a helper answers, else why not."""
-        try:
-            await self._ask("cdi_leases")
-        except (NotPermittedError, PrivilegedError) as error:
-            return str(error)
-        return ""
 
     async def close(self) -> None:
         """Give the connection back; what is under way fails."""
@@ -284,10 +274,6 @@ class _Channel:
 class NoHelper:
     """``Privileged`` of an agent without a helper: it reads only, and says so."""
 
-    async def reachable(self) -> str:
-        """Why no helper answers."""
-        return f"helper_socket is empty: {HOW}"
-
     async def close(self) -> None:
         """Nothing to give back."""
 
@@ -342,16 +328,6 @@ class NoHelper:
     async def rescan_pci(self) -> None:
         """Not without a helper."""
         _cannot("rescan_pci")
-
-
-async def tell_read_only(privileged: HelperClient | NoHelper) -> bool:
-    """Whether there is a helper; says once in the log what is not done where there is none."""
-    reason = await privileged.reachable()
-    if reason:
-        structlog.get_logger().warning(
-            "agent.read_only", reason=reason, cannot=sorted(set(WITHOUT.values()))
-        )
-    return not reason
 
 
 def _cannot(action: str, *_arguments: object) -> NoReturn:

@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 from gpupool_agent.devices.hca import SysfsHcaReader
+from gpupool_agent.devices.helper_client import HelperClient, NoHelper
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
 from gpupool_agent.devices.mps import InProcessMps
 from gpupool_agent.devices.nvml import NvmlDriver
@@ -30,8 +31,11 @@ class ProcHostReader:
         )
 
 
-def real_adapters(run_dir: Path) -> Adapters:
-    """What an agent meets on a real host; MPS keeps its directories in ``run_dir``."""
+def real_adapters(run_dir: Path, helper_socket: Path | None) -> Adapters:
+    """What an agent meets on a real host; MPS keeps its directories in ``run_dir``.
+
+    ``helper_socket``: where the root helper answers, None for an agent without one.
+    """
     return Adapters(
         driver=NvmlDriver(),
         mps=InProcessMps(run_dir / "mps"),
@@ -39,4 +43,5 @@ def real_adapters(run_dir: Path) -> Adapters:
         host=ProcHostReader(),
         processes=ProcProcessTable(),
         dial=dial,
+        privileged=HelperClient(helper_socket) if helper_socket else NoHelper(),
     )

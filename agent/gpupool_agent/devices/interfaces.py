@@ -17,6 +17,7 @@ from gpupool.model.assignment import AssignmentKey, DeviceTelemetry
 from gpupool.model.ids import DeviceUuid
 from gpupool.model.inventory import Hca
 from gpupool_agent.core.readings import DeviceUsage, DriverInventory
+from gpupool_agent.devices.privileged import Privileged
 
 
 class DriverUnavailableError(Exception):
@@ -215,3 +216,5 @@ class Adapters:
     host: HostReader
     processes: ProcessTable
     dial: Dial
+    privileged: Privileged | None = None
+    """The root helper; None where nothing needs root, as on a described machine."""

@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from tests.integration.helper.running import Helper, running, sleeping, until
 
 from gpupool.model.ids import DeviceUuid, LeaseId
-from gpupool_agent.devices.helper_client import (
-    WITHOUT,
-    HelperClient,
-    NoHelper,
-    tell_read_only,
-)
+from gpupool_agent.devices.helper_client import WITHOUT, HelperClient, NoHelper
 from gpupool_agent.devices.privileged import (
     ComputeMode,
     MpsSlot,
@@ -60,7 +54,6 @@ async def test_the_whole_list_goes_through_to_the_helper(
 ) -> None:
     privileged: Privileged = client
     gpu = DeviceUuid(helper.gpus[0])
-    assert await client.reachable() == ""
     await privileged.set_compute_mode(gpu, ComputeMode.EXCLUSIVE_PROCESS)
     facts = await privileged.start_mps(slot_of(helper))
     assert facts.pipe_directory == str(helper.folder / "mps" / SLOT / "pipe")
@@ -132,7 +125,6 @@ async def test_a_helper_that_stays_away_is_named_with_what_is_not_done(
     await asyncio.to_thread(helper.stop)
     with pytest.raises(NotPermittedError, match=r"no root helper answers at .* cannot reset GPUs"):
         await client.reset_gpu(GPU)
-    assert "helper_socket" in await client.reachable()
 
 
 @needs_root
@@ -197,19 +189,3 @@ async def test_without_a_helper_each_action_says_what_is_not_done_and_what_to_do
         await method(*arguments)
     assert WITHOUT[action] in str(refused.value)
     assert "gpupool-helper.service" in str(refused.value)
-
-
-async def test_an_agent_without_a_helper_says_once_that_it_only_reads() -> None:
-    with structlog.testing.capture_logs() as lines:
-        assert not await tell_read_only(NoHelper())
-    assert [(line["event"], line["log_level"]) for line in lines] == [
-        ("agent.read_only", "warning")
-    ]
-    assert "reset GPUs" in lines[0]["cannot"]
-
-
-@needs_root
-async def test_an_agent_with_a_helper_says_nothing(helper: Helper, client: HelperClient) -> None:
-    with structlog.testing.capture_logs() as lines:
-        assert await tell_read_only(client)
-    assert lines == []
