@@ -30,7 +30,7 @@ class CdiFiles:
     def write(self, lease_id: str, spec: str) -> None:
         """Write a spec; whoever reads sees all of it or nothing."""
         try:
-            self._directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+            make_directory(self._directory, 0o755)
             write_file(self._file(lease_id), spec, 0o644)
         except OSError as error:
             raise FailedError(f"the CDI spec cannot be written: {error.strerror}") from error
@@ -52,6 +52,15 @@ class CdiFiles:
 
     def _file(self, lease_id: str) -> Path:
         return self._directory / f"{CDI_PREFIX}{lease_id}{CDI_SUFFIX}"
+
+
+def make_directory(directory: Path, mode: int) -> None:
+    """Make a directory with this very mode, whatever the umask; one that is there stays."""
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        return
+    directory.chmod(mode)
 
 
 def write_file(file: Path, text: str, mode: int) -> None:

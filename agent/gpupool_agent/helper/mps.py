@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from gpupool_agent.helper.files import make_for_user, remove_tree, write_file
+from gpupool_agent.helper.files import make_directory, make_for_user, remove_tree, write_file
 from gpupool_agent.helper.processes import held, send, start_ticks
 from gpupool_agent.helper.programs import PATH, find, run
 from gpupool_agent.helper.refusal import FailedError
@@ -123,10 +123,9 @@ class MpsDaemons:
             "CUDA_VISIBLE_DEVICES": record.gpu,
         }
         try:
-            self._settings.run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
-            self._settings.mps_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
-            (self._settings.mps_dir / slot).mkdir(mode=0o711)
-            (self._settings.mps_dir / slot).chmod(0o711)
+            make_directory(self._settings.run_dir, 0o755)
+            make_directory(self._settings.mps_dir, 0o711)
+            make_directory(self._settings.mps_dir / slot, 0o711)
             make_for_user(self.pipe(slot), record.uid)
             log.mkdir(mode=0o700)
             lines = [f"{name}={value}\n" for name, value in environment.items()]

@@ -23,6 +23,7 @@ import structlog
 
 from gpupool_agent.helper.actions import Actions
 from gpupool_agent.helper.checks import read_action
+from gpupool_agent.helper.files import make_directory
 from gpupool_agent.helper.messages import (
     MESSAGE_BYTES_MAX,
     BadMessageError,
@@ -232,7 +233,7 @@ def group_id(name: str) -> int:
 @contextlib.contextmanager
 def _listening(path: Path, group: int) -> Generator[socket.socket]:
     """The socket, for its owner and group alone; locked, so that no second helper takes it."""
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    make_directory(path.parent, 0o755)
     lock = os.open(
         path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
     )
