@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from gpupool_agent.notify import notify
 
 PINGS_PER_INTERVAL = 3
+STATUS_S = 5.0
+"""How old a status may be."""
 
 
 def interval_s(environment: Mapping[str, str] = os.environ) -> float | None:
@@ -36,4 +38,4 @@ async def feed(stuck: Callable[[], str] = lambda: "", status: Callable[[], str] 
         if every_s is not None:
             reason = stuck()
             notify(f"STATUS=stuck: {reason}" if reason else "WATCHDOG=1")
-        await asyncio.sleep((every_s or 30.0) / PINGS_PER_INTERVAL)
+        await asyncio.sleep(min((every_s or STATUS_S) / PINGS_PER_INTERVAL, STATUS_S))

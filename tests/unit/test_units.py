@@ -35,7 +35,7 @@ def test_a_unit_has_no_unknown_key_and_no_wrong_value(
 ) -> None:
     text = (root / "systemd" / unit).read_text()
     # Our programs need not be installed here.
-    installed = re.sub(r"^(Exec\w+)=/usr/bin/gpupool-\w+", r"\1=/bin/true", text, flags=re.M)
+    installed = re.sub(r"(?m)^(Exec\w+)=/usr/bin/gpupool-\w+", r"\1=/bin/true", text)
     file = tmp_path / unit
     file.write_text(installed)
     analyze("verify", "--man=no", "--recursive-errors=yes", file)
@@ -50,7 +50,7 @@ def test_a_unit_may_do_no_more_than_it_needs(unit: str, most: int, root: Path) -
 def test_each_capability_of_root_is_explained(unit: str, root: Path) -> None:
     text = (root / "systemd" / unit).read_text()
     assert "User=root" in text
-    kept = re.findall(r"^CapabilityBoundingSet=(.*)$", text, re.M)[0].split()
+    kept = re.findall(r"^CapabilityBoundingSet=(.*)$", text, re.MULTILINE)[0].split()
     assert kept
     if unit == "gpupool-helper.service":
         told = " ".join(line for line in text.splitlines() if line.startswith("#"))
@@ -60,6 +60,6 @@ def test_each_capability_of_root_is_explained(unit: str, root: Path) -> None:
 def test_the_agent_does_not_depend_on_its_helper(root: Path) -> None:
     """It wants it and starts after it, but goes on without it."""
     text = (root / "systemd" / "gpupool-agent.service").read_text()
-    assert re.search(r"^Wants=.*gpupool-helper\.service", text, re.M)
-    assert re.search(r"^After=.*gpupool-helper\.service", text, re.M)
-    assert not re.search(r"^(Requires|BindsTo|PartOf)=", text, re.M)
+    assert re.search(r"^Wants=.*gpupool-helper\.service", text, re.MULTILINE)
+    assert re.search(r"^After=.*gpupool-helper\.service", text, re.MULTILINE)
+    assert not re.search(r"^(Requires|BindsTo|PartOf)=", text, re.MULTILINE)
