@@ -35,8 +35,9 @@ LONGER_S = {
     "reset_gpu": 120.0,
     "rescan_pci": 120.0,
 }
-RETRY_S = 3.0
-"""How long a helper that is being restarted is waited for."""
+RETRY_S = 10.0
+"""How long a helper that is being restarted is waited for: systemd's pause, and its start on
+a busy host."""
 
 RETRY_STEP_S = 0.1
 
@@ -190,6 +191,8 @@ class HelperClient:
                     self._channel = await _Channel.open(self._path)
                 except OSError as error:
                     if time.monotonic() >= end_s:
+                        # Whoever asks next need not wait: it is not coming back soon.
+                        self._channel = None
                         raise NotPermittedError(_no_helper(action, self._path, error)) from error
                     await asyncio.sleep(RETRY_STEP_S)
                 else:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE_S = 40.0
+CGROUP_S = 5.0
 CGROUPS = (Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"))
 LEFT = ("payload", "supervisor")
 
@@ -162,7 +163,14 @@ class Machine:
 
 
 def _remove_cgroup(path: Path) -> None:
-    """Remove a tree of cgroups, which are directories; one that is in use stays."""
+    """Remove a tree of cgroups, once its processes are gone; one in use for long stays."""
+    end = time.monotonic() + CGROUP_S
+    while path.exists() and time.monotonic() < end:
+        _try_to_remove(path)
+        time.sleep(0.05)
+
+
+def _try_to_remove(path: Path) -> None:
     folders = sorted((each for each in path.rglob("*") if each.is_dir()), reverse=True)
     for each in (*folders, path):
         with contextlib.suppress(OSError):

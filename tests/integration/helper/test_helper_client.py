@@ -14,7 +14,7 @@ import pytest
 from tests.integration.helper.running import Helper, running, sleeping, until
 
 from gpupool.model.ids import DeviceUuid, LeaseId
-from gpupool_agent.devices.helper_client import WITHOUT, HelperClient, NoHelper
+from gpupool_agent.devices.helper_client import RETRY_S, WITHOUT, HelperClient, NoHelper
 from gpupool_agent.devices.privileged import (
     ComputeMode,
     MpsSlot,
@@ -125,6 +125,10 @@ async def test_a_helper_that_stays_away_is_named_with_what_is_not_done(
     await asyncio.to_thread(helper.stop)
     with pytest.raises(NotPermittedError, match=r"no root helper answers at .* cannot reset GPUs"):
         await client.reset_gpu(GPU)
+    # Waited for once: whoever asks now is told at once.
+    async with asyncio.timeout(RETRY_S / 2):
+        with pytest.raises(NotPermittedError, match="no root helper answers"):
+            await client.reset_gpu(GPU)
 
 
 @needs_root
