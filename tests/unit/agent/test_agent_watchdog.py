@@ -87,12 +87,15 @@ async def test_reading_that_does_not_go_on_is_a_reason_to_start_anew(tmp_path: P
     await until(lambda: "2 devices" in running.agent.status(), "the devices")
     assert running.agent.stuck() == ""
 
+    entered = asyncio.Event()
+
     async def never(_devices: object) -> None:
+        entered.set()
         await asyncio.Event().wait()
 
-    calls = running.driver.calls
     running.agent._poller._with_leases = never  # type: ignore[assignment, method-assign]
-    await until(lambda: running.driver.calls > calls, "the next reading")
+    await until(entered.is_set, "the next reading")
+    await until(lambda: not running.agent._poller._calls.hangs, "the driver's answer")
     running.agent._poller._due_s = time.monotonic() - 3600
     assert "were to be read" in running.agent.stuck()
     await running.stop()
