@@ -9,6 +9,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from gpupool_agent.helper.settings import ENVIRONMENT_PREFIX as HELPER_PREFIX
+from gpupool_agent.helper.settings import HelperSettings
 from gpupool_agent.settings import ENVIRONMENT_PREFIX as AGENT_PREFIX
 from gpupool_agent.settings import AgentSettings
 from gpupool_allocator.settings import ENVIRONMENT_PREFIX as ALLOCATOR_PREFIX
@@ -24,7 +26,8 @@ a flag; the later one wins. A key that does not exist, or a value out of range, 
 program at its start (exit status 78) with the key, the value and what is accepted. The
 flag of a key is the key with dashes: `grain_pct` is `--grain-pct`.
 
-Commented example files: `systemd/allocator.toml` and `systemd/agent.toml`.
+Commented example files: `systemd/allocator.toml`, `systemd/agent.toml` and
+`systemd/helper.toml`.
 """
 
 
@@ -35,6 +38,7 @@ def render() -> str:
             INTRODUCTION,
             *section("gpupool-allocator", ALLOCATOR_PREFIX, AllocatorSettings),
             *section("gpupool-agent", AGENT_PREFIX, AgentSettings),
+            *section("gpupool-helper", HELPER_PREFIX, HelperSettings),
         ]
     )
 

@@ -31,6 +31,11 @@ PARTS = (
         skipped_without="that Prometheus accepts /metrics",
     ),
     SystemPart(
+        program="systemd-nspawn",
+        package="systemd-container",
+        skipped_without="the services under a systemd that was booted for real",
+    ),
+    SystemPart(
         program="strace",
         package="strace",
         skipped_without="the store killed at each write, and that it syncs before it answers",

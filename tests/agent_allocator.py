@@ -34,6 +34,7 @@ from gpupool_agent.agent import Agent
 from gpupool_agent.core.readings import DeviceUsage, DriverInventory, GpuProcess, PortCounters
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
 from gpupool_agent.devices.mps import InProcessMps
+from gpupool_agent.devices.privileged import Privileged
 from gpupool_agent.devices.processes import ProcProcessTable
 from gpupool_agent.link import dial
 from gpupool_agent.settings import AgentSettings
@@ -260,6 +261,8 @@ class RunningAgent:
         boot_id: str = "boot-1",
         socket: Path | None = None,
         node_id: str = "n1",
+        processes: ProcProcessTable | None = None,
+        privileged: Privileged | None = None,
         **settings: Any,
     ) -> None:
         self.driver = driver or MemoryDriver()
@@ -273,7 +276,7 @@ class RunningAgent:
         self.agent = Agent(
             AgentSettings(
                 node_id=node_id,
-                allocators=addresses,
+                allocators=addresses or ("127.0.0.1:9",),
                 state_dir=folder / "state",
                 run_dir=folder,
                 socket=socket,
@@ -284,8 +287,9 @@ class RunningAgent:
                 mps=self.mps,
                 hcas=NoHcas(),
                 host=MemoryHost(boot_id),
-                processes=ProcProcessTable(),
+                processes=processes or ProcProcessTable(),
                 dial=dial,
+                privileged=privileged,
             ),
         )
         self._task = asyncio.create_task(self.agent.run())

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,10 +16,11 @@ from gpupool_agent.agent import Agent, agent_version
 from gpupool_agent.checkpoint import CheckpointError, StateLockedError
 from gpupool_agent.devices.host import real_adapters
 from gpupool_agent.local.door import DoorTakenError
-from gpupool_agent.log import configure_log
-from gpupool_agent.notify import notify
+from gpupool_agent.log import configure_log, set_level
+from gpupool_agent.notify import notify, reloading
 from gpupool_agent.settings import AgentSettings, SettingsError, load_settings
-from gpupool_agent.signals import stop_on_signals
+from gpupool_agent.signals import call_on_hangup, stop_on_signals
+from gpupool_agent.watchdog import feed
 
 EXIT_CANNOT_START = 1
 EXIT_SETTINGS = 78
@@ -72,25 +73,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = {key: value for key, value in flags.items() if value is not None}
     configure_log()
     log = structlog.get_logger()
+
+    def load() -> AgentSettings:
+        return load_settings(config, os.environ, given)
+
+    # Until there is somebody who reads settings anew, there is nothing to read anew.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        settings = load_settings(config, os.environ, given)
+        settings = load()
     except SettingsError as error:
         print(f"gpupool-agent: {error}", file=sys.stderr)
         return EXIT_SETTINGS
+    set_level(settings.log_level)
     try:
-        asyncio.run(serve(settings, ready_file))
+        asyncio.run(serve(settings, ready_file, load))
     except (StateLockedError, CheckpointError, DoorTakenError, OSError) as error:
         log.critical("agent.cannot_start", reason=str(error))
         return EXIT_CANNOT_START
     return 0
 
 
-async def serve(settings: AgentSettings, ready_file: Path | None) -> None:
-    """Run an agent of this host until a signal ends it; what it prepared goes on."""
-    adapters = real_adapters(settings.run_dir, settings.sysfs_root, settings.cdi_dir)
-    agent = Agent(settings, adapters)
+async def serve(
+    settings: AgentSettings, ready_file: Path | None, load: Callable[[], AgentSettings]
+) -> None:
+    """Run an agent of this host until a signal ends it; what it prepared goes on.
+
+    ``load`` gives the settings as they are now, for a reload.
+    """
+    agent = Agent(settings, real_adapters(settings))
+    call_on_hangup(lambda: reload(settings, load))
     ended = stop_on_signals(signal.SIGTERM, signal.SIGINT)
     run = asyncio.create_task(agent.run())
+    alive = asyncio.create_task(_tell_alive(agent))
     end = asyncio.create_task(ended.wait())
     begin = asyncio.create_task(agent.started.wait())
     try:
@@ -100,12 +114,32 @@ async def serve(settings: AgentSettings, ready_file: Path | None) -> None:
         await asyncio.wait([run, end], return_when=asyncio.FIRST_COMPLETED)
         notify("STOPPING=1")
     finally:
-        for task in (end, begin, run):
+        for task in (end, begin, alive, run):
             task.cancel()
-        results = await asyncio.gather(run, end, begin, return_exceptions=True)
+        results = await asyncio.gather(run, end, begin, alive, return_exceptions=True)
     failure = results[0]
     if isinstance(failure, Exception):
         raise failure
+
+
+def reload(running: AgentSettings, load: Callable[[], AgentSettings]) -> None:
+    """Take over the log level of the settings as they are now; name what needs a restart."""
+    log = structlog.get_logger()
+    with reloading():
+        try:
+            found = load()
+        except SettingsError as error:
+            log.warning("agent.not_reloaded", reason=str(error))
+            return
+        set_level(found.log_level)
+        names = [each.name for each in fields(AgentSettings) if each.name != "log_level"]
+        changed = [name for name in names if getattr(found, name) != getattr(running, name)]
+        log.warning("agent.reloaded", log_level=found.log_level, needs_restart=changed)
+
+
+async def _tell_alive(agent: Agent) -> None:
+    await agent.started.wait()
+    await feed(agent.stuck, agent.status)
 
 
 def _announce(agent: Agent, ready_file: Path | None) -> None:

@@ -27,7 +27,7 @@ from gpupool.model.assignment import (
     Report,
     Welcome,
 )
-from gpupool.model.ids import LeaseId, NodeId
+from gpupool.model.ids import DeviceUuid, LeaseId, NodeId
 from gpupool.model.inventory import NodeInventory
 from gpupool_agent.checkpoint import CheckpointError, StateDirectory
 from gpupool_agent.containers import LeaseSpecs
@@ -62,6 +62,7 @@ from gpupool_agent.devices.privileged import PrivilegedError
 from gpupool_agent.link import Link
 from gpupool_agent.local.door import LocalDoor
 from gpupool_agent.polling import Poller
+from gpupool_agent.privileges import Privileges
 from gpupool_agent.settings import AgentSettings
 from gpupool_agent.steps import StepFailedError, Steps
 
@@ -117,12 +118,14 @@ class Agent:
             now=time.monotonic(),
             rail_rate_mbps=settings.rail_rate_gbps * 1000,
         )
+        self.privileges = Privileges(adapters.privileged, self.handle)
         self._poller = Poller(
             periods=settings,
             driver=adapters.driver,
             hcas=adapters.hcas,
             processes=adapters.processes,
             calls=adapters.driver_calls,
+            with_leases=self.privileges.with_leases,
             handle=self.handle,
             measured=self._measured,
             counted=self._counted,
@@ -152,6 +155,7 @@ class Agent:
             self._spawn(self._specs.sweep(self._kept_leases))
             if self.door is not None:
                 await self.door.start()
+            self._spawn(self.privileges.watch())
             tasks.append(asyncio.create_task(self._poller.run()))
             # Hello is worth more with devices in it; a driver that hangs takes its
             # deadline and no more.
@@ -180,6 +184,22 @@ class Agent:
             if self._failed.done():
                 raise
             self._failed.set_exception(error)
+
+    def stuck(self) -> str:
+        """Why the agent shall be started anew; empty where it works."""
+        return self._poller.stuck()
+
+    def status(self) -> str:
+        """How it is, in one line for whoever looks at the service."""
+        summary = self.node.summary()
+        parts = ["connected" if summary.connected else "no allocator answers"]
+        if self._poller.silent:
+            parts.append(f"driver: {self._poller.silent}")
+        else:
+            parts.append(f"{len(self.node.devices())} devices")
+        if self.privileges.missing:
+            parts.append("read only, there is no root helper")
+        return "; ".join(parts)
 
     # -- what the link asks and tells ----------------------------------------
 
@@ -326,7 +346,18 @@ class Agent:
     def _stop(self, effect: StopProcess) -> None:
         number = signal.SIGKILL if effect.force else signal.SIGTERM
         why = self._adapters.processes.signal(effect.pid, effect.start_ticks, number)
-        self._log.warning("process.stopped", pid=effect.pid, signal=number.name, failed=why)
+        if why and effect.gpu is not None and self._adapters.privileged is not None:
+            self._spawn(self._stop_as_root(effect.gpu, effect, number))
+        else:
+            self._log.warning("process.stopped", pid=effect.pid, signal=number.name, failed=why)
+
+    async def _stop_as_root(
+        self, gpu: DeviceUuid, effect: StopProcess, number: signal.Signals
+    ) -> None:
+        """Another user's process, which is the usual case of an agent that is not root."""
+        pid, ticks = effect.pid, effect.start_ticks
+        why = await self.privileges.end_process(gpu, pid, ticks, number)
+        self._log.warning("process.stopped", pid=pid, signal=number.name, failed=why)
 
     def _measured(self, devices: tuple[DeviceTelemetry, ...]) -> None:
         self.telemetry = devices

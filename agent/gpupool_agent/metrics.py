@@ -41,6 +41,11 @@ class AgentCollector(Collector):
                 "connected", "An allocator serves this agent (1) or not (0).", summary.connected
             ),
             _gauge("epoch", "Highest term of an allocator heard of.", summary.epoch),
+            _gauge(
+                "without_helper",
+                "There is no root helper, and the agent only reads (1).",
+                bool(self._agent.privileges.missing),
+            ),
             _gauge("holders", "Processes watched because they hold leases.", summary.holders),
             _by("faults", "Open faults.", "code", Counter(summary.faults)),
             _by(

@@ -7,7 +7,7 @@ is asked again with a growing delay. Neither delays anything else of the agent.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 import structlog
@@ -41,6 +41,10 @@ T = TypeVar("T")
 RETRY_S_MIN = 1.0
 RETRY_S_MAX = 30.0
 
+CALLS_A_ROUND = 4
+LATE_S = 30.0
+"""Beyond what the driver may take, what else may delay a round."""
+
 
 class Periods(Protocol):
     """How often what is read, in seconds; see AgentSettings."""
@@ -66,6 +70,7 @@ class Poller:
         hcas: HcaReader,
         processes: ProcessTable,
         calls: BlockingCalls,
+        with_leases: Callable[[tuple[DeviceState, ...]], Awaitable[tuple[DeviceState, ...]]],
         handle: Callable[[NodeEvent], None],
         measured: Callable[[tuple[DeviceTelemetry, ...]], None],
         counted: Callable[[tuple[PortCounters, ...]], None],
@@ -74,6 +79,7 @@ class Poller:
         self._driver = driver
         self._hcas = hcas
         self._processes = processes
+        self._with_leases = with_leases
         self._handle = handle
         self._measured = measured
         self._counted = counted
@@ -83,6 +89,20 @@ class Poller:
         self._inventory_s = self._usage_s = self._telemetry_s = float("-inf")
         self._log = structlog.get_logger()
         self.has_read = asyncio.Event()
+        self.silent = ""
+        """Why the driver says nothing; empty where it answers."""
+        self._due_s = time.monotonic()
+
+    def stuck(self) -> str:
+        """Why reading does not go on although no call hangs; empty where it does.
+
+        A call that hangs is told, and no reason to start anew: it would hang again.
+        """
+        late_s = time.monotonic() - self._due_s
+        limit_s = LATE_S + CALLS_A_ROUND * self._periods.driver_deadline_s
+        if self._calls.hangs or late_s <= limit_s:
+            return ""
+        return f"the devices were to be read {late_s:.0f} s ago"
 
     def read_usage(self) -> None:
         """Read processes and memory now, not only when their time has come."""
@@ -91,16 +111,18 @@ class Poller:
     async def run(self) -> None:
         """Read until cancelled; ``has_read`` is set after the first try."""
         while True:
+            self._due_s = time.monotonic()
             try:
                 await self._read_due()
                 self._retry_s = RETRY_S_MIN
+                self.silent = ""
             except CallHangsError as error:
-                self._silent("nvml_hang", str(error))
+                self._say_silent("nvml_hang", str(error))
                 await self._calls.returned()
                 self._inventory_s = self._usage_s = time.monotonic()
                 continue
             except DriverUnavailableError as error:
-                self._silent("driver_unavailable", str(error))
+                self._say_silent("driver_unavailable", str(error))
                 # Whatever else was due would say the same.
                 self._inventory_s = time.monotonic() + self._retry_s
                 self._usage_s = self._telemetry_s = float("inf")
@@ -139,6 +161,7 @@ class Poller:
         self._wanted.clear()
         started_s = time.monotonic()
         devices = await self._call(self._usage)
+        devices = await self._with_leases(devices)
         self._handle(UsageRead(started_s=started_s, devices=devices, unix_s=time.time()))
 
     def _usage(self) -> tuple[DeviceState, ...]:
@@ -148,12 +171,13 @@ class Poller:
     async def _call(self, function: Callable[[], T]) -> T:
         return await self._calls.call(function, self._periods.driver_deadline_s)
 
-    def _silent(self, code: str, reason: str) -> None:
+    def _say_silent(self, code: str, reason: str) -> None:
+        self.silent = reason
         self._handle(DriverSilent(code=code, reason=reason, unix_s=time.time()))
         self.has_read.set()
 
     async def _wait(self) -> None:
-        due_s = min(self._inventory_s, self._usage_s, self._telemetry_s)
+        due_s = self._due_s = min(self._inventory_s, self._usage_s, self._telemetry_s)
         try:
             async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
                 await self._wanted.wait()

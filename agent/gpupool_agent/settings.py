@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from gpupool_agent.log import LEVELS
+
 NODE_ID = re.compile(r"[A-Za-z0-9_.-]{1,253}\Z")
 ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})\Z")
 ENVIRONMENT_PREFIX = "GPUPOOL_AGENT_"
@@ -76,6 +78,10 @@ class AgentSettings:
         "What a port of the compute fabric should run at, in Gb/s (0..10000). 0: what the"
         " fastest port of the same product on this host does.",
     )
+    helper_socket: Path | None = field(
+        default=RUN_DIR.with_name("gpupool-helper") / "helper.sock",
+        metadata={"text": "Unix socket of the root helper. Empty: the agent only reads."},
+    )
     labels: Mapping[str, str] = field(
         default_factory=dict[str, str],
         metadata={"text": "Labels of the node, for selection (at most 64)."},
@@ -95,6 +101,9 @@ class AgentSettings:
     driver_deadline_s: float = _setting(
         5.0, "A driver call that takes longer counts as hung, in seconds (0.1..600)."
     )
+    log_level: str = _setting(
+        "info", "Least severe log line that is written: debug, info, warning or error."
+    )
     local_connections_max: int = _setting(
         256, "Connections on the Unix socket at a time (1..4096)."
     )
@@ -102,13 +111,13 @@ class AgentSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "node_id", self.node_id or socket.gethostname())
         object.__setattr__(self, "labels", dict(self.labels))
-        _check(
+        check(
             bool(NODE_ID.match(self.node_id)),
             "node_id",
             self.node_id,
             "1..253 characters of a-z, A-Z, 0-9, '-', '_' and '.'",
         )
-        _check(
+        check(
             1 <= len(self.allocators) <= ALLOCATORS_MAX,
             "allocators",
             self.allocators,
@@ -117,37 +126,38 @@ class AgentSettings:
         for address in self.allocators:
             self._check_address(address)
         for key in ("inventory_period_s", "usage_period_s", "telemetry_period_s"):
-            _check(0.1 <= getattr(self, key) <= 3600, key, getattr(self, key), "0.1..3600")
-        _check(
+            check(0.1 <= getattr(self, key) <= 3600, key, getattr(self, key), "0.1..3600")
+        check(
             0.1 <= self.driver_deadline_s <= 600,
             "driver_deadline_s",
             self.driver_deadline_s,
             "0.1..600",
         )
-        _check(
-            0 <= self.rail_rate_gbps <= 10_000, "rail_rate_gbps", self.rail_rate_gbps, "0..10000"
-        )
-        _check(-1 <= self.metrics_port <= 65535, "metrics_port", self.metrics_port, "-1..65535")
-        _check(
+        check(0 <= self.rail_rate_gbps <= 10_000, "rail_rate_gbps", self.rail_rate_gbps, "0..10000")
+        check(-1 <= self.metrics_port <= 65535, "metrics_port", self.metrics_port, "-1..65535")
+        check(
             1 <= self.local_connections_max <= 4096,
             "local_connections_max",
             self.local_connections_max,
             "1..4096",
         )
-        _check(
-            self.socket is None or len(os.fsencode(self.socket)) <= SOCKET_PATH_BYTES_MAX,
-            "socket",
-            self.socket,
-            f"a path of at most {SOCKET_PATH_BYTES_MAX} bytes",
-        )
-        _check(
+        check(self.log_level in LEVELS, "log_level", self.log_level, f"one of {', '.join(LEVELS)}")
+        for key in ("socket", "helper_socket"):
+            path: Path | None = getattr(self, key)
+            check(
+                path is None or len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX,
+                key,
+                path,
+                f"a path of at most {SOCKET_PATH_BYTES_MAX} bytes",
+            )
+        check(
             len(self.labels) <= LABELS_MAX,
             "labels",
             len(self.labels),
             f"at most {LABELS_MAX} entries",
         )
         for name, value in self.labels.items():
-            _check(
+            check(
                 0 < len(name) <= LABEL_CHARS_MAX and len(value) <= LABEL_CHARS_MAX,
                 f"labels.{name}",
                 value,
@@ -157,8 +167,8 @@ class AgentSettings:
     def _check_address(self, address: str) -> None:
         match = ADDRESS.match(address)
         good = match is not None and 0 < int(match["port"]) <= 65535
-        _check(good, "allocators", address, "host:port with a port of 1..65535")
-        _check(
+        check(good, "allocators", address, "host:port with a port of 1..65535")
+        check(
             self.insecure or (match is not None and _is_loopback(match["host"])),
             "allocators",
             address,
@@ -181,6 +191,17 @@ def load_settings(
     ``flags`` are texts by the setting's name. Raises SettingsError, also for a file
     that cannot be read and for a key that is not known.
     """
+    return AgentSettings(**read_values(AgentSettings, ENVIRONMENT_PREFIX, path, environment, flags))
+
+
+def read_values(
+    kind: type[Any],
+    prefix: str,
+    path: Path | None,
+    environment: Mapping[str, str],
+    flags: Mapping[str, str],
+) -> dict[str, Any]:
+    """Read what is set of a class of settings, each as its type; SettingsError."""
     values: dict[str, Any] = {}
     if path is not None:
         try:
@@ -188,17 +209,15 @@ def load_settings(
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise SettingsError(f"{path}: {error}") from error
     texts = {
-        key.removeprefix(ENVIRONMENT_PREFIX).lower(): text
+        key.removeprefix(prefix).lower(): text
         for key, text in environment.items()
-        if key.startswith(ENVIRONMENT_PREFIX)
+        if key.startswith(prefix)
     }
     values.update({**texts, **flags})
-    known = {each.name: each for each in fields(AgentSettings)}
+    known = {each.name: each for each in fields(kind)}
     for key in values:
-        _check(key in known, key, values[key], f"one of the keys {', '.join(known)}")
-    return AgentSettings(
-        **{key: _convert(key, known[key].type, value) for key, value in values.items()}
-    )
+        check(key in known, key, values[key], f"one of the keys {', '.join(known)}")
+    return {key: _convert(key, known[key].type, value) for key, value in values.items()}
 
 
 def _convert(key: str, kind: Any, value: Any) -> Any:
@@ -279,6 +298,7 @@ _CONVERT: dict[Any, Callable[[Any], Any]] = {
 }
 
 
-def _check(good: bool, key: str, value: object, accepted: str) -> None:
+def check(good: bool, key: str, value: object, accepted: str) -> None:
+    """Raise SettingsError where a value is not good."""
     if not good:
         raise SettingsError(f"{key}: {value!r} is not accepted, it must be {accepted}")

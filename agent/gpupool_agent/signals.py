@@ -2,7 +2,13 @@
 
 import asyncio
 import signal
+from collections.abc import Callable
 from types import FrameType
+
+
+def call_on_hangup(action: Callable[[], None]) -> None:
+    """Call on the running loop at each SIGHUP; call this on the main thread."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, action)
 
 
 def stop_on_signals(*numbers: signal.Signals) -> asyncio.Event:

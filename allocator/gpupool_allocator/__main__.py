@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.check:
         _print_settings(settings)
         return 0
-    return _run(settings, arguments.ready_file)
+    return _run(settings, arguments.ready_file, lambda: load(arguments.config, os.environ, flags))
 
 
 def _print_settings(settings: AllocatorSettings) -> None:
@@ -63,13 +64,19 @@ def _print_settings(settings: AllocatorSettings) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(settings: AllocatorSettings, ready_file: Path | None) -> int:
+def _run(
+    settings: AllocatorSettings,
+    ready_file: Path | None,
+    load_again: Callable[[], AllocatorSettings],
+) -> int:
     import structlog
 
     from gpupool_allocator import daemon, keeper, logs
     from gpupool_allocator.storage.records import RecordError
     from gpupool_allocator.storage.store import StoreError, StoreFullError, StoreLockedError
 
+    # Until there is somebody who reads settings anew, there is nothing to read anew.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logs.set_up(settings.log_level, settings.log_format)
     log = structlog.stdlib.get_logger("allocator")
 
@@ -86,7 +93,7 @@ def _run(settings: AllocatorSettings, ready_file: Path | None) -> int:
 
         wanted = settings if ports is None else daemon.on_ports(settings, ports)
         try:
-            asyncio.run(daemon.serve_terms(wanted, tell))
+            asyncio.run(daemon.serve_terms(wanted, tell, load_again))
         except (OSError, StoreLockedError, StoreFullError, StoreError, RecordError) as error:
             log.critical("allocator.cannot_start", reason=str(error))
             return EXIT_CANNOT_START

@@ -22,7 +22,7 @@ from gpupool_allocator.http.server import HttpServer
 from gpupool_allocator.keeper import EXIT_CRASHED, Ports
 from gpupool_allocator.metrics import Metrics
 from gpupool_allocator.rpc.server import GrpcServer
-from gpupool_allocator.settings import Address, AllocatorSettings
+from gpupool_allocator.settings import Address, AllocatorSettings, BadSettingError
 from gpupool_allocator.signals import stop_on_signals
 from gpupool_allocator.storage import records
 from gpupool_allocator.storage.sqlite import SqliteStore
@@ -102,11 +102,15 @@ Told = Callable[[Ports], None]
 """Is told where a term serves, as soon as it does."""
 
 
-async def serve_terms(settings: AllocatorSettings, told: Told) -> None:
+async def serve_terms(
+    settings: AllocatorSettings, told: Told, load: Callable[[], AllocatorSettings]
+) -> None:
     """Serves until SIGTERM or SIGINT, one term after the other.
 
-    In one event loop: gRPC knows no second one. Raises as ``serve``.
+    In one event loop: gRPC knows no second one. ``load`` gives the settings as they are
+    now, for SIGHUP. Raises as ``serve``.
     """
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: reload(settings, load))
     # One event for all terms: a signal that comes between two of them ends the next.
     stopping = stop_on_signals(signal.SIGTERM, signal.SIGINT)
     outcome = await serve(settings, stopping, told)
@@ -139,6 +143,20 @@ async def serve(settings: AllocatorSettings, stopping: asyncio.Event, told: Told
         stop.cancel()
         for task in service.tasks:
             task.cancel()
+
+
+def reload(running: AllocatorSettings, load: Callable[[], AllocatorSettings]) -> None:
+    """Takes over the log level of the settings as they are now; names what needs a restart."""
+    with systemd.reloading():
+        try:
+            found = load()
+        except BadSettingError as error:
+            log.warning("allocator.not_reloaded", reason=str(error))
+            return
+        logs.set_level(found.log_level)
+        names = [each.name for each in dataclasses.fields(found) if each.name != "log_level"]
+        changed = [name for name in names if getattr(found, name) != getattr(running, name)]
+        log.warning("allocator.reloaded", log_level=found.log_level, needs_restart=changed)
 
 
 class _Service:
@@ -183,6 +201,7 @@ class _Service:
         self.http = HttpServer(self._engine, self._metrics, self._telemetry)
         await self.http.start(self._settings.http_address)
         _announce(self._settings, self._office.epoch, self.ports)
+        self._alive = asyncio.create_task(systemd.feed_watchdog(self._engine.stuck))
         return self.ports
 
     def new_term_reason(self) -> str:
@@ -204,6 +223,7 @@ class _Service:
     async def stop(self, grace_s: float) -> None:
         """No new calls; those in flight end; what was accepted is committed; the store closes."""
         log.info("allocator.stopping", grace_s=grace_s)
+        self._alive.cancel()
         self.http.begin_stop()
         await self.rpc.stop(grace_s)
         self._engine.stop()

@@ -24,6 +24,10 @@ from typing import NoReturn
 import structlog
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT)
+"""Ask it to end."""
+
+WAITED_FOR = (*FORWARDED, signal.SIGHUP, signal.SIGCHLD)
+"""SIGHUP goes to the child too, which reads its settings anew."""
 
 EXIT_CRASHED = 70
 """The child ended itself, to go on from the store."""
@@ -60,7 +64,7 @@ def keep(serve: Serve) -> int:
     SIGKILL of this process ends it too.
     """
     # Only taken where they are waited for: none is lost between a fork and what follows.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, signal.SIGCHLD))
+    signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     ports: Ports | None = None
     died_young = 0
     while True:
@@ -110,9 +114,9 @@ class _Child:
         """Its exit code (negative: the signal that ended it), and whether it was asked to end."""
         stopped = False
         while True:
-            number = signal.sigwait((*FORWARDED, signal.SIGCHLD))
+            number = signal.sigwait(WAITED_FOR)
             if number != signal.SIGCHLD:
-                stopped = True
+                stopped = stopped or number in FORWARDED
                 os.kill(self._pid, number)
                 continue
             pid, status = os.waitpid(self._pid, os.WNOHANG)
@@ -128,9 +132,11 @@ def _be_child(keeper: int, serve: Callable[[], int]) -> NoReturn:
     code = 1
     try:
         _die_with(keeper)
-        # Until it listens itself, a stop is the end: there is nothing to tidy up yet.
+        # Until it listens itself, a stop is the end: there is nothing to tidy up yet. A reload
+        # must not be.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*FORWARDED, signal.SIGCHLD))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
         code = serve()
     except BaseException:  # noqa: BLE001, RUF100 - the last frame there is
         traceback.print_exc()

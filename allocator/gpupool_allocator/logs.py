@@ -42,7 +42,12 @@ def set_up(level: str, form: str) -> None:
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Drops what is less severe, from now on."""
+    logging.getLogger().setLevel(level.upper())
 
 
 def flush() -> None:

@@ -10,6 +10,7 @@ import click
 import pytest
 
 from gpupool.cli.main import cli as gpupool_cli
+from gpupool_agent.helper.settings import HelperSettings
 from gpupool_agent.settings import AgentSettings
 from gpupool_allocator.settings import AllocatorSettings
 
@@ -49,7 +50,12 @@ def test_the_settings_page_is_what_the_settings_classes_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "example"), [(AllocatorSettings, "allocator.toml"), (AgentSettings, "agent.toml")]
+    ("settings", "example"),
+    [
+        (AllocatorSettings, "allocator.toml"),
+        (AgentSettings, "agent.toml"),
+        (HelperSettings, "helper.toml"),
+    ],
 )
 def test_every_setting_is_explained_and_stands_in_the_example_file(
     settings: type, example: str

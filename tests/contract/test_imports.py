@@ -57,6 +57,19 @@ def test_importing_the_client_loads_no_program_and_nothing_heavy() -> None:
     assert done.stdout.split() == []
 
 
+def test_importing_the_helper_loads_no_wire_and_nothing_of_the_agents_core() -> None:
+    """It runs as root: what is not there cannot be wrong there."""
+    script = (
+        "import sys, gpupool_agent.helper.__main__\n"
+        "bad = ('grpc', 'google', 'prometheus_client', 'gpupool', 'gpupool_agent.core')\n"
+        "print(*[name for name in sys.modules if name in bad])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout.split() == []
+
+
 def test_the_pure_rooms_are_where_the_rules_say() -> None:
     for room in PURE:
         assert (ROOT / room / "__init__.py").is_file(), room

@@ -87,7 +87,12 @@ def _stop(book: Book, kept: Kept, now: float, holders: dict[LeaseId, int]) -> li
                 continue
             kept.signalled[process.pid] = force
             effects.append(
-                StopProcess(pid=process.pid, start_ticks=process.start_ticks, force=force)
+                StopProcess(
+                    pid=process.pid,
+                    start_ticks=process.start_ticks,
+                    force=force,
+                    gpu=share.device_uuid,
+                )
             )
     return effects
 

@@ -212,6 +212,7 @@ class StopProcess:
     pid: int
     start_ticks: int
     force: bool
+    gpu: DeviceUuid | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,14 +83,14 @@ class BlockingCalls:
         self._running: asyncio.Future[Any] | None = None
 
     @property
-    def under_way(self) -> bool:
-        """Whether a call has not returned yet."""
+    def hangs(self) -> bool:
+        """Whether a call is under way that has not returned."""
         return self._running is not None and not self._running.done()
 
     async def call(self, function: Callable[[], T], deadline_s: float) -> T:
         """Give what ``function`` gives or raise what it raises; CallHangsError."""
         async with self._lock:
-            if self.under_way:
+            if self.hangs:
                 raise CallHangsError(f"an earlier call to the {self._name} has not returned")
             future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
             self._running = future

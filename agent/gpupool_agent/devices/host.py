@@ -7,11 +7,13 @@ from pathlib import Path
 from gpupool_agent.devices.blocking import BlockingCalls, CallThreads
 from gpupool_agent.devices.cdi import CdiDirectory
 from gpupool_agent.devices.hca import SysfsHcaReader
+from gpupool_agent.devices.helper_client import HelperClient, NoHelper
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
 from gpupool_agent.devices.mps import InProcessMps
 from gpupool_agent.devices.nvml import NvmlDriver
 from gpupool_agent.devices.processes import ProcProcessTable
 from gpupool_agent.link import dial
+from gpupool_agent.settings import AgentSettings
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MEMORY = Path("/proc/meminfo")
@@ -32,17 +34,19 @@ class ProcHostReader:
         )
 
 
-def real_adapters(run_dir: Path, sysfs: Path, cdi_dir: Path | None) -> Adapters:
+def real_adapters(settings: AgentSettings) -> Adapters:
     """What an agent meets on a real host; MPS keeps its directories in ``run_dir``."""
     threads = CallThreads()
+    helper = settings.helper_socket
     return Adapters(
-        driver=NvmlDriver(sysfs),
-        mps=InProcessMps(run_dir / "mps"),
-        hcas=SysfsHcaReader(sysfs),
+        driver=NvmlDriver(settings.sysfs_root),
+        mps=InProcessMps(settings.run_dir / "mps"),
+        hcas=SysfsHcaReader(settings.sysfs_root),
         host=ProcHostReader(),
         processes=ProcProcessTable(),
         dial=dial,
         driver_calls=BlockingCalls("driver", threads),
         disk_calls=BlockingCalls("disk", threads),
-        cdi=CdiDirectory(cdi_dir) if cdi_dir else None,
+        cdi=CdiDirectory(settings.cdi_dir) if settings.cdi_dir else None,
+        privileged=HelperClient(helper) if helper else NoHelper(),
     )

@@ -18,6 +18,7 @@ from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool.model.inventory import Hca
 from gpupool_agent.core.readings import DeviceUsage, DriverInventory, PortCounters
 from gpupool_agent.devices.blocking import BlockingCalls
+from gpupool_agent.devices.privileged import Privileged
 
 
 class DriverUnavailableError(Exception):
@@ -247,3 +248,5 @@ class Adapters:
     driver_calls: BlockingCalls = field(default_factory=lambda: BlockingCalls("driver"))
     disk_calls: BlockingCalls = field(default_factory=lambda: BlockingCalls("disk"))
     cdi: CdiStore | None = None
+    privileged: Privileged | None = None
+    """The root helper; None where nothing needs root, as on a described machine."""

@@ -23,7 +23,7 @@ class SimulatedDriverCalls(BlockingCalls):
 
     async def call(self, function: Callable[[], T], deadline_s: float) -> T:
         """As ``BlockingCalls.call``."""
-        if self._node.answering.is_set() and not self.under_way:
+        if self._node.answering.is_set() and not self.hangs:
             with self._node.processes.at_one_moment():
                 return self._context.run(function)
         return await super().call(function, deadline_s)

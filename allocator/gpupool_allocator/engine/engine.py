@@ -141,6 +141,8 @@ class Engine:
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._stopping = False
+        self._batches = 0
+        self._batches_seen = -1
 
     # The way in.
 
@@ -202,6 +204,16 @@ class Engine:
         self._stopping = True
         self._wake.set()
 
+    def stuck(self) -> str:
+        """Why it does not get on, since the last time that it was asked; empty where it does.
+
+        One that waits for room in its store is not stuck: it reads, renews and says so.
+        """
+        seen, self._batches_seen = self._batches_seen, self._batches
+        if not self._inbox or self.stalled_reason or seen != self._batches:
+            return ""
+        return f"{len(self._inbox)} items wait, and none was taken"
+
     def recent_events(self) -> list[str]:
         """The last events, oldest first, for a crash report."""
         return [repr(event)[:500] for event in self._recent]
@@ -259,6 +271,7 @@ class Engine:
 
     def _take_batch(self) -> Batch:
         batch = Batch()
+        self._batches += 1
         now = time.monotonic()
         while self._inbox and not batch.is_full:
             item = self._inbox.popleft()

@@ -17,7 +17,13 @@ from gpupool.model.ids import DeviceUuid, LeaseId, RequestId
 from gpupool.model.inventory import Device, NodeInventory
 from gpupool.model.lease import Lease, LeaseState
 from gpupool.model.request import Group, LeaseSpec, WholeGpus
-from gpupool_allocator.core.events import Acquire, KeepAlive, NodeConnected, Watch
+from gpupool_allocator.core.events import (
+    Acquire,
+    KeepAlive,
+    NodeConnected,
+    Watch,
+    WritesAccepted,
+)
 from gpupool_allocator.core.pool import Pool
 from gpupool_allocator.core.settings import PoolSettings
 from gpupool_allocator.engine import (
@@ -338,3 +344,24 @@ async def test_the_feed_waits_for_the_next_event_and_names_a_gap() -> None:
         assert [event.sequence for event in await later.next_page(25, 100)] == [26, 27, 28, 29, 30]
         with pytest.raises(ForgottenError):
             await later.next_page(5, 100)
+
+
+async def test_work_that_nobody_takes_is_a_reason_to_start_anew_and_none_waiting_is_not() -> None:
+    async with running() as made:
+        engine = made.engine
+        await made.waiting()
+        assert [engine.stuck() for _ in range(3)] == [""] * 3
+        made.store.gate.clear()
+        engine.submit(made.acquire("r1"), FinalAnswer())
+        await asyncio.sleep(0)
+        while not engine.stuck():
+            # Taken for the commit that hangs; what comes now waits.
+            engine.notify(WritesAccepted())
+            await asyncio.sleep(0)
+        assert "items wait" in engine.stuck()
+        engine.stalled_reason = "no room"
+        assert engine.stuck() == ""
+        engine.stalled_reason = ""
+        made.store.gate.set()
+        await made.waiting()
+        assert engine.stuck() == ""
