@@ -181,7 +181,8 @@ def add_hold(state: State, event: AddHold, now: float) -> None:
     )
     state.holds[hold.hold_id] = hold
     state.out.put("hold", hold.hold_id, Put(record=hold))
-    state.out.record("hold.added", hold.hold_id, hold.reason, {"target": hold.target})
+    cause = f"{hold.target}: {hold.reason}" if hold.reason else hold.target
+    state.out.record("hold.added", hold.hold_id, cause, {"target": hold.target})
     if hold.expire_unix_s is not None:
         left_s = max(0.0, hold.expire_unix_s - event.unix_s)
         state.clocks.set(hold.hold_id, ClockKind.HOLD, now + left_s)

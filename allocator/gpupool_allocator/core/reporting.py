@@ -13,6 +13,7 @@ from gpupool.model.ids import DeviceUuid, NodeId
 from gpupool.model.lease import Explanation, LeaseState, MemberState, Place
 from gpupool.model.request import OnFailure
 from gpupool_allocator.core.books import BookingError
+from gpupool_allocator.core.capacity import FAULTY, UNCLEAN
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.ending import begin_end, member_ended
 from gpupool_allocator.core.entries import FaultName, LeaseEntry, MemberEntry, NodeEntry
@@ -169,8 +170,8 @@ def take_device_reports(state: State, node: NodeEntry, reports: Iterable[DeviceR
                     "a process that belongs to no lease is on it",
                     {"pid": str(stray.pid), "user": stray.user, "command": stray.command},
                 )
-        if entry.offered != was_offered:
-            state.books.offer_device(report.uuid, entry.offered)
+        cause = FAULTY if entry.failed else UNCLEAN
+        state.books.offer_device(report.uuid, entry.offered, cause)
         if entry.offered and not was_offered:
             state.node_freed(node.node_id)
         if report.failed != had_failed:

@@ -36,7 +36,7 @@ VERDICTS: tuple[Column[NodeVerdict], ...] = (
     epilog="""\b
 Examples:
   gpupool explain --gpus 9
-  gpupool explain --gpus 8 --replicas 16 --level block --nodes""",
+  gpupool explain --gpus 8 --replicas 16 --nodes""",
 )
 @takes_shape
 @click.option("--nodes", is_flag=True, help="Also say for each node why not; slower.")

@@ -35,8 +35,17 @@ OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Only nodes with this label (and value); with ! before it, only others. "
         "May be repeated; all must hold.",
     ),
-    click.option("--level", type=_LEVELS, help="All members inside one of these, or no grant."),
-    click.option("--prefer-level", "preferred_level", type=_LEVELS, help="The same if possible."),
+    click.option(
+        "--level",
+        type=_LEVELS,
+        help="All members inside one of these, or no grant. This release: node or fabric.",
+    ),
+    click.option(
+        "--prefer-level",
+        "preferred_level",
+        type=_LEVELS,
+        help="The same if possible. This release: node or fabric.",
+    ),
     click.option("--spread", type=_LEVELS, help="One member (--max-per-domain) in each of these."),
     click.option("--max-per-domain", type=int, help="Members in each --spread level."),
     click.option("--tenant", help="Who is charged.  [default: default]"),
@@ -55,19 +64,19 @@ OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "--on-failure",
         type=click.Choice([str(word) for word in OnFailure]),
-        help="What happens when a member is lost.",
+        help="What happens when a member is lost. This release: stop or wait.",
     ),
     click.option(
         "--class",
         "workload_class",
         type=click.Choice([str(word) for word in WorkloadClass]),
-        help="What the work is like.",
+        help="What the work is like. Not in this release.",
     ),
     click.option(
         "--shared-trust",
         is_flag=True,
         default=None,
-        help="Parts of a GPU may share an MPS server with other users'.",
+        help="Parts of a GPU may share an MPS server with other users'. Not in this release.",
     ),
     click.option(
         "--spec",

@@ -153,3 +153,31 @@ def test_the_edge_of_a_coarse_class_does_not_hide_a_node_that_fits() -> None:
     assert isinstance(answer, Plan)
     assert answer.members[0].place.node_id == "good"
     assert answer.nodes_touched <= 10
+
+
+def test_a_lost_gpu_is_faulty_and_the_free_ones_beside_it_are_counted() -> None:
+    books = pool("lost", "busy", gpus=8)
+    books.offer_device(uuid_of("lost", 3), False, "faulty")
+    grant(books, "all", ask(whole(8)))
+    answer = refused(books, ask(whole(8)))
+    assert codes_of(answer) == {"faulty", "gpu_busy"}
+    assert "largest free 7 on one node" in answer.explanation.summary
+    assert answer.explanation.nearest_change == (
+        "1 more free GPUs on one node, or ask for 7 GPUs in each member"
+    )
+
+
+def test_a_gang_is_told_of_a_held_node_that_would_take_a_member() -> None:
+    books = pool("free", "held", gpus=8)
+    books.hold_node(NodeId("held"), frozenset({HoldId("h")}))
+    answer = refused(books, ask(whole(8), 2))
+    assert answer.explanation.summary.startswith("1 of 2 members fit")
+    assert answer.explanation.nearest_change == "remove a hold on a node, or ask for fewer members"
+
+
+def test_a_hold_on_a_node_that_could_not_help_is_no_advice() -> None:
+    books = pool("free", gpus=8)
+    offer(books, "small", inventory("small", 1))
+    books.hold_node(NodeId("small"), frozenset({HoldId("h")}))
+    answer = refused(books, ask(whole(8), 2))
+    assert answer.explanation.nearest_change == "ask for fewer members"

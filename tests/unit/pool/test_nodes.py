@@ -5,7 +5,7 @@ from dataclasses import replace
 from tests.core_world import World, inventory, whole
 from tests.played_node import PlayedNode
 
-from gpupool.model.assignment import AssignmentKey
+from gpupool.model.assignment import AssignmentKey, Report
 from gpupool.model.caller import Caller, ProcessRef, Role
 from gpupool.model.errors import ErrorKind
 from gpupool.model.ids import CommandId, ConnectionId, LeaseId, NodeId
@@ -306,3 +306,18 @@ def test_a_gpu_that_moved_to_another_host_is_offered_there() -> None:
     lease = world.granted(whole(1))
     assert lease.members[0].place.node_id == "n2"
     assert [event.subject for event in world.history if event.kind == "device.moved"]
+
+
+def test_a_gpu_that_its_driver_has_lost_is_the_reason_by_that_name() -> None:
+    world = World()
+    node = world.add_node("n1", gpus=1)
+    lost = replace(node.device_reports()[0], clean=False, failed=True, reason="off the bus")
+    world.report(node, Report(devices=(lost,)))
+    explanation = world.refused(world.acquire(whole(1))).explanation
+    assert explanation is not None
+    assert [cause.code for cause in explanation.causes] == ["faulty"]
+    unclean = replace(lost, failed=False, reason="memory is held")
+    world.report(node, Report(devices=(unclean,)))
+    explanation = world.refused(world.acquire(whole(1))).explanation
+    assert explanation is not None
+    assert [cause.code for cause in explanation.causes] == ["unclean"]

@@ -79,7 +79,7 @@ class _Funnel:
 
 def explanation_of(books: Books, shortfall: Shortfall, passes: frozenset[HoldId]) -> Explanation:
     """Why a request was not placed, and the nearest change that would place it."""
-    index, need = books.index, shortfall.parts[0][0]
+    index = books.index
     if not index.known:
         return Explanation(summary="the pool has no nodes", nearest_change="add a node")
     funnel = _Funnel(index.known)
@@ -91,13 +91,14 @@ def explanation_of(books: Books, shortfall: Shortfall, passes: frozenset[HoldId]
                         f"relax the test on label {selector.key}")  # fmt: skip
     funnel.keep(index.offered, "unreachable", "nodes that are not connected",
                 "nodes that are not connected come back")  # fmt: skip
+    held = funnel.left & ~index.reachable(passes) & hardware(index, shortfall.parts)
     funnel.keep(index.reachable(passes), HELD, "nodes under a hold", "remove a hold on a node")
     text = "nodes that have failed to prepare this request"
     funnel.rule_out(shortfall.excluded, "faulty", text, "add a node")
     for part, count in shortfall.parts:
         _rule_out_devices(books, funnel, part, count, passes)
     _rule_out_host(index, funnel, shortfall.parts)
-    _rule_out_rest(books, funnel, shortfall, need, passes)
+    _rule_out_rest(books, funnel, shortfall, passes, held)
     return _explanation(funnel, shortfall)
 
 
@@ -146,6 +147,7 @@ def _rule_out_devices(
     _rule_out_unable(index, funnel, need, members)
     failing = funnel.left & ~may_take(index, need, funnel.left)
     failing &= ~books.nodes_with_held_devices(passes)
+    free = _most_free(index, need, failing)
     for code in (*CAUSES, HELD):
         back = 0
         for kind in need.kinds:
@@ -154,7 +156,6 @@ def _rule_out_devices(
         funnel.rule_out(failing & back, code, text, f"GPUs that are {code} come back")
     failing &= funnel.left
     if isinstance(wanted, WholeGpus):
-        free = _most_free(index, need, funnel.left)
         nearest = f"{wanted.count - free} more free GPUs on one node"
         if free:
             nearest += f", or ask for {free} GPUs in each member"
@@ -298,9 +299,13 @@ def _rule_out_host(index: ShapeIndex, funnel: _Funnel, parts: Parts) -> None:
 
 
 def _rule_out_rest(
-    books: Books, funnel: _Funnel, shortfall: Shortfall, need: Need, passes: frozenset[HoldId]
+    books: Books, funnel: _Funnel, shortfall: Shortfall, passes: frozenset[HoldId], held: int
 ) -> None:
-    """Nodes that one member might go to, and the request still did not."""
+    """Nodes that one member might go to, and the request still did not.
+
+    ``held``: nodes under a hold that the members without a place might go to.
+    """
+    need = shortfall.parts[0][0]
     used = 0
     for number in shortfall.used:
         used |= 1 << number
@@ -310,7 +315,10 @@ def _rule_out_rest(
         mask = funnel.left if size > limit else used
         funnel.rule_out(mask, "spread", text, "allow more members on one node")
     text = "nodes that the request's other members fill"
-    funnel.rule_out(used, "gpu_busy" if need.kinds else "cpu", text, "ask for fewer members")
+    nearest = (
+        "remove a hold on a node, or ask for fewer members" if held else "ask for fewer members"
+    )
+    funnel.rule_out(used, "gpu_busy" if need.kinds else "cpu", text, nearest)
     if size > 1:
         text = f"nodes that take a member, but not {size} together"
         funnel.rule_out(funnel.left, "gpu_busy" if need.kinds else "cpu", text,
