@@ -27,7 +27,7 @@ from gpupool.model.assignment import (
     Report,
     Welcome,
 )
-from gpupool.model.ids import LeaseId, NodeId
+from gpupool.model.ids import DeviceUuid, LeaseId, NodeId
 from gpupool.model.inventory import NodeInventory
 from gpupool_agent.checkpoint import CheckpointError, StateDirectory
 from gpupool_agent.core.events import (
@@ -39,6 +39,7 @@ from gpupool_agent.core.events import (
     Disconnected,
     HolderEnded,
     Log,
+    MpsChanged,
     NodeEffect,
     NodeEvent,
     NodeFault,
@@ -94,7 +95,6 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closed = False
-        self._steps = Steps(adapters.mps)
         self.telemetry: tuple[DeviceTelemetry, ...] = ()
         host = adapters.host.read()
         self.node = Node(
@@ -110,6 +110,7 @@ class Agent:
             checkpoint=_load(self._state),
             now=time.monotonic(),
         )
+        self._steps = Steps(adapters.mps, self.node.sm_count)
         self._poller = Poller(
             periods=settings,
             driver=adapters.driver,
@@ -117,6 +118,7 @@ class Agent:
             processes=adapters.processes,
             handle=self.handle,
             measured=self._measured,
+            is_own=adapters.mps.is_own,
         )
         self.link = Link(settings.allocators, adapters.dial, self)
         self.door = (
@@ -143,6 +145,7 @@ class Agent:
             if self.door is not None:
                 await self.door.start()
             tasks.append(asyncio.create_task(self._poller.run()))
+            self._spawn(self._adapters.mps.watch(self.node.device_uuids, self._mps_changed))
             # Hello is worth more with devices in it; a driver that hangs takes its
             # deadline and no more.
             first = asyncio.create_task(self._poller.has_read.wait())
@@ -262,11 +265,18 @@ class Agent:
     async def _prepare(self, assignment: Assignment, *, adopted: bool) -> None:
         key, token = assignment.key, assignment.token
         try:
-            environment = await self._steps.prepare(assignment, adopted=adopted)
+            prepared = await self._steps.prepare(assignment, adopted=adopted)
         except StepFailedError as error:
             self._step_failed("assignment.failed", key, token, str(error))
         else:
-            self.handle(StepDone(key=key, token=token, environment=environment))
+            self.handle(
+                StepDone(
+                    key=key,
+                    token=token,
+                    environment=prepared.environment,
+                    sm_counts=prepared.sm_counts,
+                )
+            )
 
     async def _clean_up(self, assignment: Assignment) -> None:
         key, token = assignment.key, assignment.token
@@ -307,6 +317,9 @@ class Agent:
     def _measured(self, devices: tuple[DeviceTelemetry, ...]) -> None:
         self.telemetry = devices
         self.link.send_telemetry(devices)
+
+    def _mps_changed(self, uuid: DeviceUuid, reason: str) -> None:
+        self.handle(MpsChanged(uuid=uuid, reason=reason, unix_s=time.time()))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

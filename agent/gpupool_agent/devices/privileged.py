@@ -100,9 +100,7 @@ class Privileged(Protocol):
         """Runs the probe program as a user, under an environment of listed names only."""
         ...
 
-    async def end_process(
-        self, gpu: DeviceUuid, pid: int, start_ticks: int, number: int
-    ) -> None:
+    async def end_process(self, gpu: DeviceUuid, pid: int, start_ticks: int, number: int) -> None:
         """Signals (TERM or KILL) exactly this process, if the driver lists it on the GPU."""
         ...
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 from gpupool.model.caller import ProcessRef
 from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool.model.inventory import NodeInventory, StrayProcess
-from gpupool.model.lease import Place
+from gpupool.model.lease import Place, ShareGiven
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -72,7 +72,8 @@ class AssignmentReport:
     """What a node says about one assignment.
 
     ``environment`` is complete once prepared. ``place`` and ``uid`` are set in
-    Hello, so that a restored store can show what it does not know.
+    Hello, so that a restored store can show what it does not know. ``given`` is what
+    its slices really get; ``degraded`` says why they do not work as they should.
     """
 
     key: AssignmentKey
@@ -82,6 +83,8 @@ class AssignmentReport:
     reason: str = ""
     place: Place | None = None
     uid: int = 0
+    given: tuple[ShareGiven, ...] = ()
+    degraded: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,18 @@ class DeviceShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShareGiven:
+    """What a slice of a device really gets: whole multiprocessors, rounded down.
+
+    ``share_milli_pct`` is their part of the device in thousandths of a percent.
+    """
+
+    device_uuid: DeviceUuid
+    sm_count: int
+    share_milli_pct: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a member runs; ``devices`` in the order that the member sees them."""
 

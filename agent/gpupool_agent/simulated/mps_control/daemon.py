@@ -17,6 +17,7 @@ from gpupool_agent.simulated.mps_control.server import Server, serve
 PID_FILE = "nvidia-cuda-mps-control.pid"
 CONTROL = "control"
 LOCK = "control_lock"
+EXIT_NO_DIRECTORY = 1
 REPLY_LIMIT_S = 2.0
 _TURN_MS = 200
 
@@ -95,6 +96,9 @@ class Daemon:
         from gpupool_agent.simulated.mps_control.commands import answer
 
         while not (self.quitting is not None and not self.servers):
+            if not os.path.exists(self.pipes):  # noqa: PTH110
+                # Nothing simulated outlives the directory that it was simulated in.
+                return EXIT_NO_DIRECTORY
             poller = select.poll()
             links = {server.link.fileno(): server for server in self.servers}
             waiting = {entry[0].fileno(): entry for entry in self._waiting}
@@ -115,8 +119,7 @@ class Daemon:
         self.log.write(f"Exit with status {self.status}")
         for shell in self.quitting or []:
             shell.send(f"!{self.status}")
-        for name in (PID_FILE,):
-            os.unlink(f"{self.pipes}/{name}")  # noqa: PTH108
+        os.unlink(f"{self.pipes}/{PID_FILE}")  # noqa: PTH108
         return self.status
 
     # -- clients -------------------------------------------------------------
@@ -177,7 +180,7 @@ class Daemon:
     def start_server(self, uid: int) -> None:
         """Fork a server for a user, with the settings of this moment."""
         near, far = pair()
-        path = f"{self.pipes}/server_{time.monotonic_ns():x}"
+        path = f"{self.pipes}/s{time.monotonic_ns():x}"
         door = Door(path)
         no_gpu = bool(host.faults().get("no_server"))
         server = Server(
