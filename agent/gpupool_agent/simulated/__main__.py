@@ -86,6 +86,7 @@ async def _run(
         hardware=directory,
         state_directory=arguments.state_dir,
         socket_directory=arguments.local_socket_dir,
+        mps_programs=arguments.mps_programs,
     )
     fleet = Fleet(directory, hosts)
     try:
@@ -175,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--state-dir", type=Path, metavar="DIR", help="where agents keep their checkpoints")
     add("--local-socket-dir", type=Path, metavar="DIR", help="a socket for each node's clients")
     add("--ready-file", type=Path, metavar="FILE", help="JSON, written when all are connected")
+    add("--mps-programs", action="store_true", help="MPS daemons are programs, not only values")
     for name in _PERIODS:
         add(f"--{name.replace('_', '-')}", metavar="S", help=f"the agents' {name}")
     add("--verbose", action="store_true", help="log what agents do, not only what goes wrong")

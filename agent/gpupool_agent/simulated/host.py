@@ -25,7 +25,8 @@ from gpupool_agent.simulated.directory import ControlDirectory
 from gpupool_agent.simulated.gate import Gate
 from gpupool_agent.simulated.gpu_processes import start_ticks_of
 from gpupool_agent.simulated.mps import SimulatedMps
-from gpupool_agent.simulated.node import CURRENT_NODE, SimulatedNode
+from gpupool_agent.simulated.mps_programs import end_daemons, mps_daemons
+from gpupool_agent.simulated.node import COMPUTE_MODE_DEFAULT, CURRENT_NODE, SimulatedNode
 from gpupool_agent.simulated.specs import NodeSpec
 from gpupool_agent.simulated.strays import Strays
 from gpupool_agent.simulated.sysfs import sysfs_root, write_sysfs
@@ -47,11 +48,18 @@ class SimulatedHost:
 
     ``directory`` is the hardware: boot id, GPU processes, /sys, MPS. It outlives the
     agent, and a fleet that is started on it again is the same boot. ``pci_trees`` holds
-    what hosts of one machine have in common.
+    what hosts of one machine have in common. ``mps_programs``: slices have real daemons
+    of the control program's stand-in.
     """
 
     def __init__(
-        self, spec: NodeSpec, directory: Path, pci_trees: Path, settings: AgentSettings
+        self,
+        spec: NodeSpec,
+        directory: Path,
+        pci_trees: Path,
+        settings: AgentSettings,
+        *,
+        mps_programs: bool = False,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # Holders of any user look for their node here.
@@ -68,6 +76,7 @@ class SimulatedHost:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pci_trees = pci_trees
         self._boot_id_file = directory / "boot-id"
+        self._mps_programs = mps_programs
         self._mps = SimulatedMps(directory / "mps")
         self._gates: dict[str, Gate] = {}
         self._agent: Agent | None = None
@@ -110,6 +119,10 @@ class SimulatedHost:
             if start_ticks_of(process.pid) == process.start_ticks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
+        if self._mps_programs:
+            await end_daemons(self.node)
+            for gpu in self.node.gpus:
+                self.node.set_compute_mode(gpu, COMPUTE_MODE_DEFAULT)
         shutil.rmtree(self.node.directory / "mps", ignore_errors=True)
         self._mps = SimulatedMps(self.node.directory / "mps")
         boot_id = self._new_boot_id()
@@ -143,6 +156,7 @@ class SimulatedHost:
                     "uuid": gpu.uuid,
                     "pci_address": gpu.slot.pci_address,
                     "lost": gpu.lost,
+                    "compute_mode": gpu.compute_mode,
                     "used_mib": node.used_mib(gpu),
                     "pids": [process.pid for process in node.processes_on(gpu)],
                 }
@@ -170,7 +184,7 @@ class SimulatedHost:
         # The agent's driver thread finds its node in the context that it is made in.
         context = contextvars.copy_context()
         context.run(CURRENT_NODE.set, self.node)
-        self._agent = context.run(Agent, self.settings, self._adapters())
+        self._agent = context.run(lambda: Agent(self.settings, self._adapters()))
         self._running = asyncio.get_running_loop().create_task(self._agent.run(), context=context)
         self._running.add_done_callback(self._agent_ended)
 
@@ -188,14 +202,15 @@ class SimulatedHost:
 
     def _adapters(self) -> Adapters:
         machine = self.node.machine
+        boot_id = self._boot_id_file.read_text()
         return Adapters(
             driver=NvmlDriver(sysfs_root(self.node)),
-            mps=self._mps,
+            mps=mps_daemons(self.node, boot_id) if self._mps_programs else self._mps,
             hcas=SysfsHcaReader(sysfs_root(self.node)),
             host=SimulatedHostReader(
                 facts=HostFacts(
                     hostname=self.node.node_id,
-                    boot_id=self._boot_id_file.read_text(),
+                    boot_id=boot_id,
                     cpu_milli=machine.cpu_milli,
                     host_memory_mib=machine.host_memory_mib,
                     simulated=machine.name,
@@ -223,6 +238,7 @@ def make_hosts(
     hardware: ControlDirectory,
     state_directory: Path | None,
     socket_directory: Path | None,
+    mps_programs: bool = False,
 ) -> list[SimulatedHost]:
     """Make the hosts of a fleet, not yet started; ``common`` is what agents share.
 
@@ -241,5 +257,7 @@ def make_hosts(
             labels=spec.labels,
             metrics_port=-1,
         )
-        hosts.append(SimulatedHost(spec, directory, hardware.pci_trees, settings))
+        hosts.append(
+            SimulatedHost(spec, directory, hardware.pci_trees, settings, mps_programs=mps_programs)
+        )
     return hosts

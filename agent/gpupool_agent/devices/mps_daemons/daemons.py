@@ -260,18 +260,16 @@ class MpsDaemons:
         slot = self._slots.get(gpu)
         if slot is None or not slot.record.slices:
             return ""
-        daemon, server = slot.record.daemon, slot.record.server
-        if daemon is None or not self._runs(daemon):
-            return "its MPS daemon is gone"
-        if server is None or not self._runs(server):
-            return "its MPS server is gone"
-        if not ask:
-            return ""
+        gone, server = self._gone(slot), slot.record.server
+        if gone or not ask or server is None:
+            return gone
         try:
             state = await self._control(slot).status(server.pid)
         except MpsError as error:
-            return str(error)
-        return "" if state in (ACTIVE, UNKNOWN) else f"its MPS server is in state {state}"
+            return self._gone(slot) or str(error)
+        if state in (ACTIVE, UNKNOWN):
+            return ""
+        return self._gone(slot) or f"its MPS server is in state {state}"
 
     async def repair(self, gpu: DeviceUuid) -> None:
         """Have a working daemon and server again, and show it with a probe."""
@@ -287,6 +285,14 @@ class MpsDaemons:
             await self._end_servers(slot, release)
         await self._apply(slot)
         await self._probe(slot, next(iter(slot.record.slices.values())))
+
+    def _gone(self, slot: _Slot) -> str:
+        daemon, server = slot.record.daemon, slot.record.server
+        if daemon is None or not self._runs(daemon):
+            return "its MPS daemon is gone"
+        if server is None or not self._runs(server):
+            return "its MPS server is gone"
+        return ""
 
     # -- inside --------------------------------------------------------------
 
