@@ -83,7 +83,6 @@ class Control:
     program: Path
     directory: Path
     simulated: bool
-    visible: str = ""
 
     @property
     def pipe(self) -> Path:
@@ -101,12 +100,12 @@ class Control:
             "PATH": os.environ["PATH"],
             "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
             "CUDA_MPS_LOG_DIRECTORY": str(self.logs),
+            # A GPU of nobody: agents in other tests look for daemons that have theirs.
+            "CUDA_VISIBLE_DEVICES": "GPU-00000000-0000-0000-0000-000000000000",
         }
         if self.simulated and uid is not None:
             environment[BECOME_UID] = str(uid)
             uid = None
-        if self.visible:
-            environment["CUDA_VISIBLE_DEVICES"] = self.visible
         done = subprocess.run(
             [self.program, *flags],
             input=lines,

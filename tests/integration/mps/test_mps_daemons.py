@@ -156,8 +156,7 @@ async def test_c16_without_a_daemon_no_slice_is_handed_over(node: World) -> None
     node.inject("")
     await node.admit(gpu, limits("a", 10))
     await node.privileged.stop_mps("ab" * 4)  # another slot's: changes nothing
-    os.kill(await node.daemon_pid(gpu), signal.SIGKILL)
-    os.kill(await server_of(node), signal.SIGKILL)
+    await kill_daemon(node)
     with pytest.raises(MpsError, match="no MPS daemon answers"):
         await node.daemons.probe(gpu, limits("a", 10))
 
@@ -166,9 +165,10 @@ def environ(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/environ").read_text().split("\0")
 
 
-async def server_of(node: World) -> int:
-    (server,) = [process.pid for process in node.node.processes_on(node.node.gpus[0])]
-    return server
+async def kill_daemon(node: World) -> None:
+    """Kill the daemon of the first GPU; its server ends with it, since it has no clients."""
+    os.kill(await node.daemon_pid(node.gpus[0]), signal.SIGKILL)
+    await until(lambda: not node.node.processes_on(node.node.gpus[0]), "the server has ended")
 
 
 async def test_c16_an_unconfined_start_fails_beside_the_server(node: World) -> None:
@@ -298,7 +298,7 @@ async def test_a_restarted_agent_adopts_what_runs(node: World) -> None:
 async def test_a_restarted_agent_replaces_a_daemon_that_died_meanwhile(node: World) -> None:
     gpu, mine = node.gpus[0], limits("a", 10)
     await node.admit(gpu, mine)
-    os.kill(await node.daemon_pid(gpu), signal.SIGKILL)
+    await kill_daemon(node)
     node.daemons = node.make()
     await node.admit(gpu, mine)
     await node.dismiss(gpu, mine)

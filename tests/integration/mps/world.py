@@ -53,8 +53,9 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         install()
+        # Other tests have daemons on this machine, and must have other GPUs.
         self.node = SimulatedNode(
-            node_id="n1", machine=load_machine("dgx-h100"), directory=directory
+            node_id=directory.name, machine=load_machine("dgx-h100"), directory=directory
         )
         self.mps_dir = directory / "mps"
         self.privileged = SimulatedPrivileged(self.node, self.mps_dir)

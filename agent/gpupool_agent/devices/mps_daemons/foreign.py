@@ -42,17 +42,21 @@ def mps_processes(proc: Path) -> list[MpsProcess]:
         try:
             if (directory / "comm").read_text(errors="replace").strip() != COMM:
                 continue
+            environment = _environment(directory)
             stat = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
             uid = directory.stat().st_uid
+            # Empty in a process that is just ending: then its environment is empty too,
+            # and would say that it manages everything.
+            command = (directory / "cmdline").read_bytes()
         except OSError:
             continue
-        if stat[0] not in {"Z", "X"}:
+        if command and stat[0] not in {"Z", "X"}:
             found.append(
                 MpsProcess(
                     pid=int(directory.name),
                     parent=int(stat[1]),
                     uid=uid,
-                    environment=_environment(directory),
+                    environment=environment,
                 )
             )
     return found
