@@ -92,7 +92,7 @@ def test_without_a_daemon_commands_fail_and_say_so(make: Make) -> None:
 def test_a_started_daemon_listens_at_once(control: Control) -> None:
     assert stat.S_ISSOCK((control.pipe / "control").stat().st_mode)
     assert control.ask("get_server_list") == []
-    assert "Starting control daemon using socket" in control.log()
+    control.logged("Starting control daemon using socket")
 
 
 def test_one_daemon_for_one_pipe_directory(control: Control) -> None:
@@ -253,8 +253,8 @@ def test_quit_ends_the_daemon_and_its_settings(control: Control) -> None:
 
 def test_quit_with_a_time(control: Control) -> None:
     assert control.ask("quit -t 1") == []
-    assert "quit command issued with timeout of 1" in control.log()
-    assert "Exit with status 0" in control.log()
+    control.logged("quit command issued with timeout of 1")
+    control.logged("Exit with status 0")
 
 
 def test_quit_tells_when_a_server_had_failed(control: Control) -> None:
@@ -262,18 +262,18 @@ def test_quit_tells_when_a_server_had_failed(control: Control) -> None:
     control.logged("exited with status 1")
     until(lambda: control.ask("get_server_list") == [], "no server is listed")
     code = control.run(lines="quit\n").code
-    # The real one forgets it now and then, on a busy machine.
+    # The real one's shell misses it now and then, on a busy machine; its log does not.
     assert code in ({1} if control.simulated else {0, 1})
-    assert f"Exit with status {code}" in control.log()
+    control.logged("Exit with status 1")
 
 
 def test_the_log_has_every_command(control: Control) -> None:
     control.ask("get_default_active_thread_percentage")
+    control.logged("UI closed")
     assert re.search(
         r"(?m)^\[[-0-9]{10} [:.0-9]{12} Control +\d+\] Cmd:get_default_active_thread_percentage$",
         control.log(),
     )
-    control.logged("UI closed")
 
 
 def test_a_killed_daemon_leaves_its_files_and_the_next_takes_them(control: Control) -> None:

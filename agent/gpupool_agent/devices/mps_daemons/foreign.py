@@ -13,6 +13,7 @@ from gpupool.model.ids import DeviceUuid
 COMM = "nvidia-cuda-mps"
 """Both programs' names, cut to the 15 characters that the kernel keeps."""
 
+SERVER = b"nvidia-cuda-mps-server"
 ANCESTORS_MAX = 8
 
 
@@ -45,12 +46,10 @@ def mps_processes(proc: Path) -> list[MpsProcess]:
             environment = _environment(directory)
             stat = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
             uid = directory.stat().st_uid
-            # Empty in a process that is just ending: then its environment is empty too,
-            # and would say that it manages everything.
-            command = (directory / "cmdline").read_bytes()
+            command = (directory / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if command and stat[0] not in {"Z", "X"}:
+        if _serves(command) and stat[0] not in {"Z", "X"}:
             found.append(
                 MpsProcess(
                     pid=int(directory.name),
@@ -88,6 +87,15 @@ def foreign_on(
                     " manages it",
                 )
     return reasons
+
+
+def _serves(command: list[bytes]) -> bool:
+    """Tell daemons and servers from the daemon's shell, which has the same name.
+
+    A process that is just ending has no command any more, and an empty environment,
+    which would say that it manages everything.
+    """
+    return command[0].endswith(SERVER) or bool({b"-d", b"-f"} & set(command))
 
 
 def _is_own(
