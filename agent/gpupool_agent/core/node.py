@@ -57,6 +57,7 @@ from gpupool_agent.core.reporting import MPS_FAULT, Faults, Outbox
 from gpupool_agent.core.shares import shares_given
 
 DRIVER_FAULTS = ("nvml_hang", "driver_unavailable")
+REASON_CHARS_MAX = 500
 PROTOCOL_REVISIONS = (1,)
 
 
@@ -261,11 +262,12 @@ class Node:
         self._faults.update(self._devices, unix_s)
 
     def _mps_changed(self, event: MpsChanged) -> None:
-        if event.reason:
-            self._devices.mps_troubles[event.uuid] = event.reason
+        reason = event.reason[:REASON_CHARS_MAX]
+        if reason:
+            self._devices.mps_troubles[event.uuid] = reason
             # Told anew, since the reason may be another one.
             self._faults.close(MPS_FAULT, event.uuid, event.unix_s)
-            self._faults.raise_(MPS_FAULT, event.uuid, event.reason, event.unix_s)
+            self._faults.raise_(MPS_FAULT, event.uuid, reason, event.unix_s)
         else:
             self._devices.mps_troubles.pop(event.uuid, None)
             self._faults.close(MPS_FAULT, event.uuid, event.unix_s)

@@ -263,7 +263,7 @@ def _settle_assignments(state: State, node: NodeEntry, hello: Hello, now: float)
             member_ended(state, lease, member)
         elif member.state is MemberState.READY:
             member.state = MemberState.PREPARING
-            member.environment = None
+            member.forget_node()
             member.seen = False
             lease.generation += 1
             state.out.record(

@@ -15,6 +15,7 @@ from gpupool.model.lease import (
     Member,
     MemberState,
     Place,
+    ShareGiven,
 )
 from gpupool.model.request import LeaseSpec
 
@@ -35,6 +36,8 @@ class MemberEntry:
     place: Place
     state: MemberState = MemberState.PREPARING
     environment: dict[str, str] | None = None
+    given: tuple[ShareGiven, ...] = ()
+    degraded: str = ""
     seen: bool = False
     dropped_at: int | None = None
     assignment: Assignment | None = None
@@ -52,7 +55,15 @@ class MemberEntry:
             token=self.token,
             place=self.place,
             environment=self.environment,
+            given=self.given,
+            degraded=self.degraded,
         )
+
+    def forget_node(self) -> None:
+        """What its node has said of it does not hold any more."""
+        self.environment = None
+        self.given = ()
+        self.degraded = ""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def _take_report(
     member.seen = True
     match report.state:
         case AssignmentState.PREPARED:
-            _member_prepared(state, lease, member, report.environment)
+            _member_prepared(state, lease, member, report)
         case AssignmentState.FAILED:
             _member_refused(state, lease, member, report.reason, now)
         case AssignmentState.ENDED:
@@ -66,12 +66,15 @@ def _take_report(
 
 
 def _member_prepared(
-    state: State, lease: LeaseEntry, member: MemberEntry, environment: dict[str, str]
+    state: State, lease: LeaseEntry, member: MemberEntry, report: AssignmentReport
 ) -> None:
     if member.state is MemberState.ENDING:
         return
-    news = member.environment != environment or member.state is not MemberState.READY
-    member.environment = environment
+    told = (report.environment, report.given, report.degraded)
+    known = (member.environment, member.given, member.degraded)
+    news = told != known or member.state is not MemberState.READY
+    was_degraded = member.degraded
+    member.environment, member.given, member.degraded = told
     member.state = MemberState.READY
     ready = all(other.state is MemberState.READY for other in lease.members)
     if lease.state is LeaseState.GRANTED and ready:
@@ -80,6 +83,13 @@ def _member_prepared(
         state.lease_changed(lease, tell=True)
     elif news and ready:
         state.told[lease.lease_id] = None
+    if bool(was_degraded) != bool(member.degraded):
+        state.out.record(
+            "lease.degraded" if member.degraded else "lease.restored",
+            lease.lease_id,
+            member.degraded or was_degraded,
+            {"rank": str(member.rank), "node_id": member.place.node_id},
+        )
 
 
 def _member_refused(
@@ -151,7 +161,7 @@ def _member_lost(state: State, lease: LeaseEntry, member: MemberEntry, reason: s
         member.state = MemberState.PREPARING
         member.token = state.next_token()
         member.seen = False
-        member.environment = None
+        member.forget_node()
         lease.generation += 1
         state.node_changed(member.place.node_id)
         state.out.record("member.preparing", lease.lease_id, reason, {"rank": str(member.rank)})
