@@ -246,7 +246,7 @@ def test_any_user_may_change_settings_and_only_the_own_may_quit(control: Control
 def test_quit_ends_the_daemon_and_its_settings(control: Control) -> None:
     control.ask("set_default_active_thread_percentage 50")
     assert control.ask("quit") == []
-    assert control.run(lines="get_server_list\n").code == 1
+    until(lambda: control.run(lines="get_server_list\n").code == 1, "it is gone")
     assert control.run("-d").code == 0
     assert control.ask("get_default_active_thread_percentage") == ["100.0"]
 

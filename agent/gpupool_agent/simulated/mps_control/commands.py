@@ -139,7 +139,7 @@ def _ps(daemon: Daemon, arguments: list[str]) -> str:
 
 def _command(pid: str) -> str:
     try:
-        with open(f"/proc/{pid}/cmdline") as file:  # noqa: PTH123 - no pathlib here
+        with open(f"/proc/{pid}/cmdline") as file:
             return file.read().split("\0")[0]
     except OSError:
         return "-"

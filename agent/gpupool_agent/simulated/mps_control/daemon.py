@@ -53,8 +53,8 @@ class Daemon:
 
     def __init__(self, *, echo: bool) -> None:
         pipes, logs = host.pipe_directory(), host.log_directory()
-        os.makedirs(pipes, exist_ok=True)  # noqa: PTH103 - no pathlib here
-        os.makedirs(logs, mode=0o700, exist_ok=True)  # noqa: PTH103
+        os.makedirs(pipes, exist_ok=True)
+        os.makedirs(logs, mode=0o700, exist_ok=True)
         self.pipes = pipes
         self._logs = logs
         self._lock = os.open(f"{pipes}/{LOCK}", os.O_RDWR | os.O_CREAT, 0o666)
@@ -83,7 +83,7 @@ class Daemon:
 
     def write_pid(self) -> None:
         """Say who it is, once it is the process that stays."""
-        with open(f"{self.pipes}/{PID_FILE}", "w") as file:  # noqa: PTH123
+        with open(f"{self.pipes}/{PID_FILE}", "w") as file:
             file.write(f"{os.getpid()}\n")
         self.log.write(f"Starting control daemon using socket {self.pipes}/{CONTROL}")
         self.log.write(
@@ -96,7 +96,7 @@ class Daemon:
         from gpupool_agent.simulated.mps_control.commands import answer
 
         while not (self.quitting is not None and not self.servers):
-            if not os.path.exists(self.pipes):  # noqa: PTH110
+            if not os.path.exists(self.pipes):
                 # Nothing simulated outlives the directory that it was simulated in.
                 return EXIT_NO_DIRECTORY
             poller = select.poll()
@@ -119,7 +119,7 @@ class Daemon:
         self.log.write(f"Exit with status {self.status}")
         for shell in self.quitting or []:
             shell.send(f"!{self.status}")
-        os.unlink(f"{self.pipes}/{PID_FILE}")  # noqa: PTH108
+        os.unlink(f"{self.pipes}/{PID_FILE}")
         return self.status
 
     # -- clients -------------------------------------------------------------
@@ -236,8 +236,8 @@ class Daemon:
         if code:
             self.status = 1
         self.log.write(f"Server {server.pid} exited with status {code}")
-        if os.path.exists(server.path):  # noqa: PTH110
-            os.unlink(server.path)  # noqa: PTH108
+        if os.path.exists(server.path):
+            os.unlink(server.path)
 
     def _say_ready(self) -> None:
         for server in self.servers:

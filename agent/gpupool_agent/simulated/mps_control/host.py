@@ -37,7 +37,7 @@ def faults() -> dict[str, str]:
     if not node:
         return {}
     try:
-        with open(f"{node}/{FAULTS_FILE}") as file:  # noqa: PTH123 - no pathlib here
+        with open(f"{node}/{FAULTS_FILE}") as file:
             lines = file.read().splitlines()
     except OSError:
         return {}
@@ -52,7 +52,7 @@ def visible_uuids() -> tuple[str, ...]:
     if not node:
         return ()
     try:
-        with open(f"{node}/gpus.json") as file:  # noqa: PTH123
+        with open(f"{node}/gpus.json") as file:
             rows = json.load(file)
     except OSError:
         return ()
@@ -70,7 +70,7 @@ def list_on_gpus(uuids: tuple[str, ...]) -> None:
     import json
 
     pid = os.getpid()
-    with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
+    with open(f"/proc/{pid}/stat") as file:
         stat = file.read()
     row = {
         "pid": pid,
@@ -81,15 +81,15 @@ def list_on_gpus(uuids: tuple[str, ...]) -> None:
         "pipe": "",
     }
     path = f"{os.environ[NODE_DIRECTORY]}/gpu-processes/{pid}"
-    with open(f"{path}.new", "w") as file:  # noqa: PTH123
+    with open(f"{path}.new", "w") as file:
         json.dump(row, file)
-    os.replace(f"{path}.new", path)  # noqa: PTH105
+    os.replace(f"{path}.new", path)
 
 
 def unlist() -> None:
     """Take this process off its GPUs."""
     try:
-        os.unlink(f"{os.environ[NODE_DIRECTORY]}/gpu-processes/{os.getpid()}")  # noqa: PTH108
+        os.unlink(f"{os.environ[NODE_DIRECTORY]}/gpu-processes/{os.getpid()}")
     except OSError:
         return
 
@@ -104,7 +104,7 @@ def become_user(uid: int) -> None:
 
 def name_process() -> None:
     """Be called what the real programs are called."""
-    with open("/proc/self/comm", "w") as file:  # noqa: PTH123
+    with open("/proc/self/comm", "w") as file:
         file.write(COMMAND_NAME)
 
 

@@ -61,10 +61,10 @@ class Door:
 
     def __init__(self, path: str) -> None:
         self._raw = _socket.socket(_socket.AF_UNIX, SEQPACKET)
-        if os.path.exists(path):  # noqa: PTH110 - pathlib is what is too slow here
-            os.unlink(path)  # noqa: PTH108
+        if os.path.exists(path):
+            os.unlink(path)
         self._raw.bind(path)
-        os.chmod(path, 0o666)  # noqa: S103, PTH101
+        os.chmod(path, 0o666)  # noqa: S103 - clients of any user connect
         self._raw.listen(BACKLOG)
 
     def fileno(self) -> int:
@@ -74,7 +74,7 @@ class Door:
     def accept(self) -> Packets:
         """Give the next connection."""
         # What socket.socket.accept is built on; the stubs leave it out.
-        accept: Callable[[], tuple[int, object]] = getattr(self._raw, "_accept")  # noqa: B009
+        accept: Callable[[], tuple[int, object]] = getattr(self._raw, "_accept")  # noqa: B009 - see above
         descriptor, _ = accept()
         return Packets(_socket.socket(fileno=descriptor))
 

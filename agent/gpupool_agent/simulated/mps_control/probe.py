@@ -17,7 +17,7 @@ def main() -> int:
     environment = dict(os.environ)
     uuid = environment.get("CUDA_VISIBLE_DEVICES", "")
     try:
-        with open(f"{environment[host.NODE_DIRECTORY]}/gpus.json") as file:  # noqa: PTH123
+        with open(f"{environment[host.NODE_DIRECTORY]}/gpus.json") as file:
             rows = {row["uuid"]: row for row in json.load(file)}
         client = join(host.pipe_directory(), (uuid,), environment)
     except (OSError, MpsRefusedError) as error:
