@@ -47,6 +47,9 @@ class Steps:
         StepFailedError.
         """
         prepared = Prepared()
+        if len(_slices(assignment)) > 1 or 0 < len(_slices(assignment)) < len(_devices(assignment)):
+            # CUDA_MPS_PIPE_DIRECTORY has room for one: the other would go unconfined.
+            raise StepFailedError("a process can use one MPS daemon, so one slice and nothing else")
         try:
             async with asyncio.timeout(STEP_DEADLINE_S):
                 for share in _slices(assignment):
@@ -101,8 +104,12 @@ class Steps:
             raise StepFailedError(f"it failed, and could not be taken back: {error}") from error
 
 
+def _devices(assignment: Assignment) -> tuple[DeviceShare, ...]:
+    return assignment.place.devices
+
+
 def _slices(assignment: Assignment) -> list[DeviceShare]:
-    return [share for share in assignment.place.devices if not share.whole]
+    return [share for share in _devices(assignment) if not share.whole]
 
 
 def _reason(error: Exception) -> str:
