@@ -49,6 +49,8 @@ class DaemonFacts:
 
     pid: int
     start_ticks: int
+    pipe_directory: str = ""
+    """CUDA_MPS_PIPE_DIRECTORY of its clients: the helper makes it, and alone names it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

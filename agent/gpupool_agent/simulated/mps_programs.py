@@ -11,12 +11,10 @@ from gpupool_agent.simulated.privileged import SimulatedPrivileged
 
 def mps_daemons(node: SimulatedNode, boot_id: str) -> MpsDaemons:
     """Make the node's; inside the node's context, where NVML is its own."""
-    directory = mps_directory(node)
     return MpsDaemons(
-        privileged=SimulatedPrivileged(node, directory),
+        privileged=SimulatedPrivileged(node, mps_directory(node)),
         modes=NvmlComputeModes(),
         processes=ProcProcessTable(),
-        mps_dir=directory,
         records_dir=node.directory / "mps-records",
         boot_id=boot_id,
     )

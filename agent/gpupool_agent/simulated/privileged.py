@@ -75,7 +75,9 @@ class SimulatedPrivileged:
         except (OSError, ValueError):
             return None
         ticks = start_ticks_of(pid)
-        return None if ticks is None else DaemonFacts(pid=pid, start_ticks=ticks)
+        if ticks is None:
+            return None
+        return DaemonFacts(pid=pid, start_ticks=ticks, pipe_directory=str(self._pipe(slot)))
 
     async def stop_mps(self, slot: str) -> None:
         """Kills the daemon and its servers where they still run; removes directories."""

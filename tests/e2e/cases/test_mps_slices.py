@@ -309,3 +309,21 @@ def test_a_killed_holder_of_a_slice_costs_its_gpu_less_than_two_seconds() -> Non
         eventually("the GPU to be free", free)
         assert time.monotonic() - begun_s < 2
         end(started)
+
+
+@pytest.mark.parametrize(
+    "rounds", [1, pytest.param(200, marks=(pytest.mark.slow, pytest.mark.timeout(7200)))]
+)
+def test_48_slices_on_eight_gpus_come_and_go_and_leave_nothing(rounds: int) -> None:
+    """Six on each of eight GPUs; after each round everything is looked for by listing."""
+    with sliced_pool(grain_pct=1) as pool:
+        for number in range(rounds):
+            # A seventh would be over 100 %.
+            leases = [pool.calls.acquire(f"r{number}-{each}", part(16)) for each in range(48)]
+            assert all(lease.state == ACTIVE for lease in leases)
+            managed = [(each.environment or {})["CUDA_VISIBLE_DEVICES"] for each in processes(pool)]
+            assert set(managed) == {gpu["uuid"] for gpu in gpus(pool)}
+            for lease in leases:
+                pool.calls.release(lease.lease_id)
+            eventually("all to have ended", lambda: not pool.leases())
+            eventually("nothing to be left", lambda: not left(pool))

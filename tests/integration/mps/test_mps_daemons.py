@@ -12,7 +12,8 @@ import pytest
 from tests.integration.mps.world import EXCLUSIVE_PROCESS, World, limits, until, world
 
 from gpupool_agent.devices.interfaces import MpsError
-from gpupool_agent.devices.privileged import DaemonFacts, PrivilegedError
+from gpupool_agent.devices.mps_daemons.records import slot_name
+from gpupool_agent.devices.privileged import PrivilegedError
 from gpupool_agent.devices.processes import ProcProcessTable
 from gpupool_agent.simulated.cuda_client import EXIT_BUSY, EXIT_MPS, EXIT_OUT_OF_MEMORY
 from gpupool_agent.simulated.mps_control.launcher import write_launcher
@@ -240,10 +241,7 @@ async def test_c22_what_cannot_be_ended_is_quarantined_alone(
             raise PrivilegedError("process 1 is in uninterruptible sleep")
         await stop(slot)
 
-    first: DaemonFacts | None = DaemonFacts(
-        pid=await node.daemon_pid(gpu),
-        start_ticks=start_ticks(await node.daemon_pid(gpu)),
-    )
+    first = await node.privileged.mps_daemon(slot_name(gpu))
     node.inject("refuse_quit 1")
     monkeypatch.setattr(node.privileged, "stop_mps", stuck)
     with pytest.raises(MpsError, match="uninterruptible"):
@@ -256,12 +254,6 @@ async def test_c22_what_cannot_be_ended_is_quarantined_alone(
     await node.daemons.stop(gpu)
     assert node.told[-1] == (gpu, "")
     assert await node.daemons.verify(gpu) == ""
-
-
-def start_ticks(pid: int) -> int:
-    ticks = ProcProcessTable().start_ticks(pid)
-    assert ticks is not None
-    return ticks
 
 
 async def test_the_ladder_ends_the_clients_of_the_lease_and_nobody_elses(node: World) -> None:

@@ -74,7 +74,6 @@ class World:
                 privileged=self.privileged,
                 modes=NvmlComputeModes(),
                 processes=ProcProcessTable(),
-                mps_dir=self.mps_dir,
                 records_dir=self.node.directory / "records",
                 boot_id=boot_id,
                 exclusive=exclusive,

@@ -67,9 +67,9 @@ class _Slot:
 class MpsDaemons:
     """``MpsControl`` over the helper.
 
-    ``mps_dir`` is where the helper makes the slots' directories, ``records_dir`` where
-    the agent keeps what its restart must find. ``exclusive`` False leaves the compute
-    mode as it is found: then a client that bypasses MPS is only detected.
+    ``records_dir`` is where the agent keeps what its restart must find. ``exclusive``
+    False leaves the compute mode as it is found: then a client that bypasses MPS is
+    only detected.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class MpsDaemons:
         privileged: Privileged,
         modes: ComputeModes,
         processes: ProcessTable,
-        mps_dir: Path,
         records_dir: Path,
         boot_id: str,
         exclusive: bool = True,
@@ -87,7 +86,6 @@ class MpsDaemons:
         self._privileged = privileged
         self._modes = modes
         self._processes = processes
-        self._mps_dir = mps_dir
         self._records = Records(records_dir, boot_id)
         self._boot_id = boot_id
         self._exclusive = exclusive
@@ -95,6 +93,7 @@ class MpsDaemons:
         self._locks: defaultdict[DeviceUuid, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._slots = {record.gpu: _Slot(record, limited=True) for record in self._records.load()}
         self._gpus: Callable[[], Sequence[DeviceUuid]] = tuple
+        self._pipes_left: dict[DeviceUuid, str] = {}
         self._troubles: dict[DeviceUuid, str] = {}
         self._tell: Callable[[DeviceUuid, str], None] | None = None
         self._log = structlog.get_logger()
@@ -110,7 +109,7 @@ class MpsDaemons:
                     raise MpsError(f"{gpu}: its MPS serves uid {slot.record.uid}, not {uid}")
                 await self._close(slot)
                 slot = None
-            if slot is not None and await self._lives(slot):
+            if slot is not None and self._lives(slot):
                 return
             foreign = self.foreign().get(gpu)
             if foreign:
@@ -137,7 +136,7 @@ class MpsDaemons:
             except MpsError:
                 self._keep(slot, before)
                 raise
-        return self._environment(gpu, limits)
+            return self._environment(slot.record, limits)
 
     async def probe(self, gpu: DeviceUuid, limits: SliceLimits) -> int:
         """Run a client as the slice's user; gives the multiprocessors that it saw."""
@@ -164,10 +163,10 @@ class MpsDaemons:
             if slot is None or (key, token) not in slot.record.slices:
                 return
             left = slot.record.without_slice((key, token))
-            if await self._lives(slot):
+            if self._lives(slot):
                 await self._end_clients(slot, key.lease_id if left.slices else None)
             self._keep(slot, left)
-            if left.slices and await self._lives(slot):
+            if left.slices and self._lives(slot):
                 await self._apply(slot)
 
     async def stop(self, gpu: DeviceUuid) -> None:
@@ -195,8 +194,10 @@ class MpsDaemons:
         )
         if daemon is not None:
             return f"its MPS daemon {daemon.pid} still runs"
-        if (self._mps_dir / name).exists():
-            return f"its directory {self._mps_dir / name} is there"
+        pipe = self._pipes_left.get(gpu, "")
+        if pipe and _is_directory(pipe):
+            return f"its directory {pipe} is there"
+        self._pipes_left.pop(gpu, None)
         return ""
 
     async def watch(
@@ -242,7 +243,7 @@ class MpsDaemons:
 
     def foreign(self) -> dict[DeviceUuid, str]:
         """GPUs that a daemon of somebody else may manage."""
-        pipes = {str(self._pipe(gpu)) for gpu in self._slots}
+        pipes = {slot.record.pipe for slot in self._slots.values()} - {""}
         gpus = self._gpus() or tuple(self._slots)
         return foreign_on(
             gpus,
@@ -370,7 +371,7 @@ class MpsDaemons:
             environment={
                 "CUDA_VISIBLE_DEVICES": gpu,
                 "GPUPOOL_LEASE_ID": limits.key.lease_id,
-                **self._environment(gpu, limits),
+                **self._environment(slot.record, limits),
             },
             deadline_s=PROBE_DEADLINE_S,
         )
@@ -396,6 +397,7 @@ class MpsDaemons:
         """End the daemon, restore the mode, forget it; raises MpsError, and keeps it then."""
         record = slot.record
         release = self._release(slot)
+        self._pipes_left[record.gpu] = record.pipe or self._pipes_left.get(record.gpu, "")
         await release.end_daemon()
         if record.server is not None:
             await release.kill_server(record.server.pid, record.server.start_ticks)
@@ -414,12 +416,12 @@ class MpsDaemons:
     async def _do(self, work: Coroutine[Any, Any, T], what: str) -> T:
         return await within(work, ACTION_DEADLINE_S, f"{what}: no answer")
 
-    async def _lives(self, slot: _Slot) -> bool:
+    def _lives(self, slot: _Slot) -> bool:
         """Whether the daemon runs that the record names: same process, with its directory."""
         known = slot.record.daemon
         if known is None or not self._runs(known):
             return False
-        return (self._pipe(slot.record.gpu) / "control").exists()
+        return _is_directory(known.pipe_directory)
 
     def _check_room(self, record: SlotRecord, limits: SliceLimits) -> None:
         gpu = record.gpu
@@ -432,12 +434,12 @@ class MpsDaemons:
         if len(others) >= SLICES_MAX:
             raise MpsError(f"{gpu}: it has {SLICES_MAX} slices, the most that MPS serves")
 
-    def _environment(self, gpu: DeviceUuid, limits: SliceLimits) -> dict[str, str]:
-        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(self._pipe(gpu))}
+    def _environment(self, record: SlotRecord, limits: SliceLimits) -> dict[str, str]:
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": record.pipe}
         if limits.share_pct:
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(limits.share_pct)
         if limits.memory_mib:
-            environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{gpu}={limits.memory_mib}M"
+            environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{record.gpu}={limits.memory_mib}M"
         return environment
 
     def _keep(self, slot: _Slot, record: SlotRecord) -> None:
@@ -466,9 +468,6 @@ class MpsDaemons:
             proc=self._proc,
         )
 
-    def _pipe(self, gpu: DeviceUuid) -> Path:
-        return self._mps_dir / slot_name(gpu) / "pipe"
-
     def _runs(self, process: DaemonFacts) -> bool:
         return runs(self._proc, process.pid, process.start_ticks)
 
@@ -479,3 +478,8 @@ class MpsDaemons:
                 if process is not None:
                     found.add(process.pid)
         return found
+
+
+def _is_directory(path: str) -> bool:
+    """A look into memory: directories of daemons lie in /run."""
+    return Path(path).is_dir()

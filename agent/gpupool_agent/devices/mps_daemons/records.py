@@ -8,7 +8,7 @@ the processes went with the boot, and directories are made anew.
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool_agent.devices.interfaces import SliceLimits
 from gpupool_agent.devices.privileged import ComputeMode, DaemonFacts
 
+Json = dict[str, Any]
 SliceName = tuple[AssignmentKey, int]
 
 
@@ -39,6 +40,11 @@ class SlotRecord:
     daemon: DaemonFacts | None = None
     server: DaemonFacts | None = None
     slices: dict[SliceName, SliceLimits] = field(default_factory=dict[SliceName, SliceLimits])
+
+    @property
+    def pipe(self) -> str:
+        """Where clients reach the daemon; empty while there is none."""
+        return self.daemon.pipe_directory if self.daemon is not None else ""
 
     @property
     def name(self) -> str:
@@ -112,12 +118,12 @@ def _row(record: SlotRecord) -> dict[str, Any]:
     }
 
 
-def _process_row(process: DaemonFacts | None) -> list[int] | None:
-    return None if process is None else [process.pid, process.start_ticks]
+def _process_row(process: DaemonFacts | None) -> Json | None:
+    return None if process is None else asdict(process)
 
 
-def _process(row: list[int] | None) -> DaemonFacts | None:
-    return None if row is None else DaemonFacts(pid=row[0], start_ticks=row[1])
+def _process(row: Json | None) -> DaemonFacts | None:
+    return None if row is None else DaemonFacts(**row)
 
 
 def _record(row: dict[str, Any]) -> SlotRecord:
