@@ -37,6 +37,8 @@ NODES = (
     "pcie-l40s:l40s-01",
     "gb10:spark-01",
 )
+# Of a GPU that tells its memory, so that there is a limit to see.
+TENTH = ("--gpus", "0.1", "--model", "H100")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HOLDER_NODE = "l40s-01"
 HOLDER_MEMORY_MIB = 2000
@@ -66,10 +68,11 @@ class Demo:
         self.start_allocator()
         self.start_hosts()
         self.show_pool()
-        slice_id = self.take("a tenth of a GPU", ["--gpus", "0.1"], gpus=1, share_pct=10)
+        slice_id = self.take("a tenth of a GPU", TENTH, gpus=1, share_pct=10)
         whole_id = self.take("a whole GPU", ["--gpus", "1"], gpus=1, share_pct=100)
         gang = ["--gpus", "4", "--replicas", "4", "--model", "GB200"]
         gang_id = self.take("a gang of 16 GPUs, all or nothing", gang, gpus=16, share_pct=100)
+        self.look_into_a_slice(slice_id)
         self.run_under_a_lease()
         self.kill_a_holder()
         self.give_back([slice_id, whole_id, gang_id])
@@ -102,7 +105,8 @@ class Demo:
                 *("--control", self._sockets / "control", "--local-socket-dir", self._sockets),
                 # A demo is watched: show what GPUs do sooner than the default.
                 *("--usage-period-s", "1", "--telemetry-period-s", "1"),
-                *("--ready-file", ready),
+                # Slices have real daemons of the control program's stand-in.
+                *("--mps-programs", "--ready-file", ready),
                 *[word for node in NODES for word in ("--node", node)],
             ],
         )
@@ -141,6 +145,51 @@ class Demo:
         lease_id = str(lease["lease_id"])
         self.verified(f"{lease_id} is active on {', '.join(sorted(places))}")
         return lease_id
+
+    def look_into_a_slice(self, lease_id: str) -> None:
+        """Shows a slice's MPS daemon, and that it confines whatever comes through it."""
+        self.headline("look into the slice: its MPS daemon, its limits, what it really gives")
+        self.show("gpupool", "lease", "show", lease_id)
+        (member,) = self.lease(lease_id)["members"]
+        environment = member["environment"]
+        (share,) = member["place"]["devices"]
+        self.expect(len(member["given"]) == 1, "the share that is really given is not told")
+        given = member["given"][0]
+        client = ["-m", "gpupool_agent.simulated.cuda_client", "--seconds", "0"]
+        seen = self.under(environment, *client, "--memory-mib", str(share["memory_mib"]))
+        self.expect(seen.returncode == 0, f"a client of the slice failed: {seen.stderr}")
+        said = json.loads(seen.stdout)
+        self.expect(said["pipe"] == environment["CUDA_MPS_PIPE_DIRECTORY"], "it came not by MPS")
+        self.expect(said["sm_count"] == given["sm_count"], f"it saw {said['sm_count']} SMs")
+        self.verified(
+            f"a client saw {said['sm_count']} SMs, {given['share_milli_pct'] / 1000:.3f} % of them"
+        )
+        loose = {k: v for k, v in environment.items() if k != "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"}
+        greedy = self.under(loose, *client, "--memory-mib", str(int(share["memory_mib"]) + 1))
+        self.expect("out of memory" in greedy.stderr, "a greedy client was not refused")
+        self.verified("one that asks for more, and hides its limit, is refused by the server")
+        bypass = self.under({**environment, "CUDA_MPS_PIPE_DIRECTORY": "/nowhere"}, *client)
+        self.expect("exclusive" in bypass.stderr, "a client that bypasses MPS was not refused")
+        self.verified("one that bypasses MPS is refused by the GPU, which is exclusive")
+
+    def under(
+        self, environment: dict[str, str], *arguments: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs Python under a lease's environment, whatever comes of it."""
+        return subprocess.run(
+            [str(BIN / "python"), *arguments],
+            env={**self._environment, **environment},
+            stdin=subprocess.DEVNULL,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def lease(self, lease_id: str) -> Row:
+        """A lease as the pool shows it now."""
+        (row,) = [row for row in self.rows("lease", "list") if row["lease_id"] == lease_id]
+        return row
 
     def run_under_a_lease(self) -> None:
         """Runs a command under a lease of its own and shows its environment."""
@@ -218,7 +267,10 @@ class Demo:
             lambda: all(row["state"] == "DEVICE_STATE_FREE" for row in self.rows("gpus")),
         )
         self.expect(self.rows("lease", "list") == [], "a lease is left")
-        self.verified("no lease is left and every GPU is free")
+        nodes = self._sockets / "control" / "nodes"
+        daemons = [str(path) for path in nodes.glob("*/mps/*")]
+        self.expect(daemons == [], f"MPS daemons have left {daemons}")
+        self.verified("no lease and no MPS daemon is left, and every GPU is free")
 
     def invite(self) -> None:
         """Says what can be tried, and waits for Ctrl-C."""

@@ -40,6 +40,7 @@ from gpupool_agent.core.events import (
     Disconnected,
     HolderEnded,
     Log,
+    MpsChanged,
     NodeEffect,
     NodeEvent,
     NodeFault,
@@ -99,7 +100,6 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closed = False
-        self._steps = Steps(adapters.mps)
         self._specs = LeaseSpecs(adapters.cdi, self._cdi_trouble)
         self.telemetry: tuple[DeviceTelemetry, ...] = ()
         self.port_counters: tuple[PortCounters, ...] = ()
@@ -119,6 +119,7 @@ class Agent:
             rail_rate_mbps=settings.rail_rate_gbps * 1000,
         )
         self.privileges = Privileges(adapters.privileged, self.handle)
+        self._steps = Steps(adapters.mps, self.node.sm_count)
         self._poller = Poller(
             periods=settings,
             driver=adapters.driver,
@@ -129,6 +130,7 @@ class Agent:
             handle=self.handle,
             measured=self._measured,
             counted=self._counted,
+            is_own=adapters.mps.is_own,
         )
         self.link = Link(settings.allocators, adapters.dial, self)
         self.door = (
@@ -157,6 +159,7 @@ class Agent:
                 await self.door.start()
             self._spawn(self.privileges.watch())
             tasks.append(asyncio.create_task(self._poller.run()))
+            self._spawn(self._adapters.mps.watch(self.node.device_uuids, self._mps_changed))
             # Hello is worth more with devices in it; a driver that hangs takes its
             # deadline and no more.
             first = asyncio.create_task(self._poller.has_read.wait())
@@ -292,14 +295,15 @@ class Agent:
     async def _prepare(self, assignment: Assignment, *, adopted: bool) -> None:
         key, token = assignment.key, assignment.token
         try:
-            added = await self._steps.prepare(assignment, adopted=adopted)
+            prepared = await self._steps.prepare(assignment, adopted=adopted)
         except StepFailedError as error:
             self._step_failed("assignment.failed", key, token, str(error))
             return
+        added = prepared.environment
         added |= await self._specs.write(
             assignment, lambda more: self.node.environment_of(assignment, added | more)
         )
-        self.handle(StepDone(key=key, token=token, environment=added))
+        self.handle(StepDone(key=key, token=token, environment=added, sm_counts=prepared.sm_counts))
 
     async def _clean_up(self, assignment: Assignment) -> None:
         key, token = assignment.key, assignment.token
@@ -365,6 +369,9 @@ class Agent:
 
     def _counted(self, ports: tuple[PortCounters, ...]) -> None:
         self.port_counters = ports
+
+    def _mps_changed(self, uuid: DeviceUuid, reason: str) -> None:
+        self.handle(MpsChanged(uuid=uuid, reason=reason, unix_s=time.time()))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

@@ -10,10 +10,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from gpupool.model.assignment import Assignment, AssignmentKey, AssignmentState, HolderWatch
+from gpupool.model.assignment import (
+    Assignment,
+    AssignmentKey,
+    AssignmentState,
+    HolderWatch,
+)
 from gpupool.model.caller import ProcessRef
 from gpupool.model.ids import DeviceUuid, LeaseId, NodeId
-from gpupool.model.lease import DeviceShare, Place
+from gpupool.model.lease import DeviceShare, Place, ShareGiven
 from gpupool_agent.core.events import Checkpoint, CheckpointEntry
 
 VERSION = 1
@@ -155,6 +160,9 @@ def _entry_record(entry: CheckpointEntry) -> dict[str, Any]:
         "environment": entry.environment,
         "reason": entry.reason,
         "touched": entry.touched,
+        "given": [
+            [share.device_uuid, share.sm_count, share.share_milli_pct] for share in entry.given
+        ],
     }
 
 
@@ -184,4 +192,9 @@ def _entry(record: dict[str, Any]) -> CheckpointEntry:
         environment=dict(record["environment"]),
         reason=record["reason"],
         touched=record["touched"],
+        # Written since 0.2.0.
+        given=tuple(
+            ShareGiven(device_uuid=DeviceUuid(uuid), sm_count=count, share_milli_pct=share)
+            for uuid, count, share in record.get("given", [])
+        ),
     )

@@ -33,6 +33,7 @@ from gpupool_agent.devices.interfaces import (
     DriverUnavailableError,
     GpuDriver,
     HcaReader,
+    ProcessFacts,
     ProcessTable,
 )
 
@@ -74,6 +75,7 @@ class Poller:
         handle: Callable[[NodeEvent], None],
         measured: Callable[[tuple[DeviceTelemetry, ...]], None],
         counted: Callable[[tuple[PortCounters, ...]], None],
+        is_own: Callable[[ProcessFacts], bool],
     ) -> None:
         self._periods = periods
         self._driver = driver
@@ -84,6 +86,7 @@ class Poller:
         self._measured = measured
         self._counted = counted
         self._calls = calls
+        self._is_own = is_own
         self._wanted = asyncio.Event()
         self._retry_s = RETRY_S_MIN
         self._inventory_s = self._usage_s = self._telemetry_s = float("-inf")
@@ -166,7 +169,7 @@ class Poller:
 
     def _usage(self) -> tuple[DeviceState, ...]:
         """On the driver's thread: looking up users may block as well."""
-        return tuple(describe(each, self._processes) for each in self._driver.usage())
+        return tuple(describe(each, self._processes, self._is_own) for each in self._driver.usage())
 
     async def _call(self, function: Callable[[], T]) -> T:
         return await self._calls.call(function, self._periods.driver_deadline_s)
@@ -185,11 +188,18 @@ class Poller:
             return
 
 
-def describe(usage: DeviceUsage, processes: ProcessTable) -> DeviceState:
-    """Add to each process on a device what tells whose it is."""
+def describe(
+    usage: DeviceUsage, processes: ProcessTable, is_own: Callable[[ProcessFacts], bool]
+) -> DeviceState:
+    """Add to each process on a device what tells whose it is; the agent's own are left out."""
     found = None
     if usage.processes is not None:
-        found = tuple(_describe(process, processes) for process in usage.processes)
+        every = [(process, processes.describe(process.pid)) for process in usage.processes]
+        found = tuple(
+            _describe(process, facts)
+            for process, facts in every
+            if facts is None or not is_own(facts)
+        )
     return DeviceState(
         uuid=usage.uuid,
         processes=found,
@@ -198,9 +208,8 @@ def describe(usage: DeviceUsage, processes: ProcessTable) -> DeviceState:
     )
 
 
-def _describe(process: GpuProcess, processes: ProcessTable) -> DeviceProcess:
+def _describe(process: GpuProcess, facts: ProcessFacts | None) -> DeviceProcess:
     """A process that the kernel does not know is listed all the same: it holds memory."""
-    facts = processes.describe(process.pid)
     if facts is None:
         return DeviceProcess(pid=process.pid, memory_mib=process.memory_mib)
     return DeviceProcess(

@@ -82,6 +82,11 @@ class AgentSettings:
         default=RUN_DIR.with_name("gpupool-helper") / "helper.sock",
         metadata={"text": "Unix socket of the root helper. Empty: the agent only reads."},
     )
+    mps_exclusive: bool = _setting(
+        True,
+        "Put GPUs with slices into exclusive-process mode, so that nothing bypasses MPS. False:"
+        " their compute mode stays as it is found, and a bypass is only detected.",
+    )
     labels: Mapping[str, str] = field(
         default_factory=dict[str, str],
         metadata={"text": "Labels of the node, for selection (at most 64)."},

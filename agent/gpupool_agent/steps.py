@@ -6,6 +6,8 @@ other, so that a daemon is not stopped under a slice that is just being admitted
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from gpupool.model.assignment import Assignment
 from gpupool.model.ids import DeviceUuid
@@ -19,30 +21,45 @@ class StepFailedError(Exception):
     """A step did not succeed; the text is for people."""
 
 
-class Steps:
-    """Prepares and cleans up assignments on this node."""
+@dataclass(slots=True, kw_only=True)
+class Prepared:
+    """What preparing gave: for the environment, and what the probes saw."""
 
-    def __init__(self, mps: MpsControl) -> None:
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    sm_counts: dict[DeviceUuid, int] = field(default_factory=dict[DeviceUuid, int])
+
+
+class Steps:
+    """Prepares and cleans up assignments on this node.
+
+    ``sm_count`` gives the multiprocessors of a device, 0: unknown.
+    """
+
+    def __init__(self, mps: MpsControl, sm_count: Callable[[DeviceUuid], int]) -> None:
         self._mps = mps
+        self._sm_count = sm_count
         self._locks: defaultdict[DeviceUuid, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def prepare(self, assignment: Assignment, *, adopted: bool) -> dict[str, str]:
+    async def prepare(self, assignment: Assignment, *, adopted: bool) -> Prepared:
         """Give what the slices of the assignment add to its environment.
 
         ``adopted``: its holder may be at work, so no probe runs beside it. Raises
         StepFailedError.
         """
-        environment: dict[str, str] = {}
+        prepared = Prepared()
+        if len(_slices(assignment)) > 1 or 0 < len(_slices(assignment)) < len(_devices(assignment)):
+            # CUDA_MPS_PIPE_DIRECTORY has room for one: the other would go unconfined.
+            raise StepFailedError("a process can use one MPS daemon, so one slice and nothing else")
         try:
             async with asyncio.timeout(STEP_DEADLINE_S):
                 for share in _slices(assignment):
                     async with self._locks[share.device_uuid]:
-                        environment |= await self._admit(assignment, share, probe=not adopted)
+                        await self._admit(assignment, share, prepared, probe=not adopted)
         except (MpsError, TimeoutError) as error:
             if not adopted:
                 await self._roll_back(assignment)
             raise StepFailedError(_reason(error)) from error
-        return environment
+        return prepared
 
     async def clean_up(self, assignment: Assignment) -> None:
         """Take back what ``prepare`` did; raises StepFailedError."""
@@ -55,20 +72,21 @@ class Steps:
             raise StepFailedError(_reason(error)) from error
 
     async def _admit(
-        self, assignment: Assignment, share: DeviceShare, *, probe: bool
-    ) -> dict[str, str]:
+        self, assignment: Assignment, share: DeviceShare, prepared: Prepared, *, probe: bool
+    ) -> None:
         limits = SliceLimits(
             key=assignment.key,
             token=assignment.token,
             uid=assignment.uid,
             share_pct=share.share_pct,
             memory_mib=share.memory_mib,
+            sm_count=self._sm_count(share.device_uuid),
         )
         await self._mps.start(share.device_uuid, assignment.uid)
-        environment = await self._mps.set_limits(share.device_uuid, limits)
+        prepared.environment |= await self._mps.set_limits(share.device_uuid, limits)
         if probe:
-            await self._mps.probe(share.device_uuid, limits)
-        return environment
+            seen = await self._mps.probe(share.device_uuid, limits)
+            prepared.sm_counts[share.device_uuid] = seen
 
     async def _dismiss(self, assignment: Assignment, gpu: DeviceUuid) -> None:
         await self._mps.remove_limits(gpu, assignment.key, assignment.token)
@@ -86,8 +104,12 @@ class Steps:
             raise StepFailedError(f"it failed, and could not be taken back: {error}") from error
 
 
+def _devices(assignment: Assignment) -> tuple[DeviceShare, ...]:
+    return assignment.place.devices
+
+
 def _slices(assignment: Assignment) -> list[DeviceShare]:
-    return [share for share in assignment.place.devices if not share.whole]
+    return [share for share in _devices(assignment) if not share.whole]
 
 
 def _reason(error: Exception) -> str:

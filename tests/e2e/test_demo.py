@@ -56,6 +56,8 @@ def test_demo_check_verifies_every_step_and_leaves_no_process(tmp_path: Path) ->
     assert "a gang of 16 GPUs" in done.stdout
     assert "CUDA_VISIBLE_DEVICES=GPU-" in done.stdout
     assert "confirmed clean and free again" in done.stdout
+    assert "refused by the GPU, which is exclusive" in done.stdout
+    assert "no MPS daemon is left" in done.stdout
     assert started_from(tmp_path) == []
 
 

@@ -150,6 +150,16 @@ places = st.builds(
     cpu_milli=st.integers(0, limits.CPU_MILLI_MAX),
     host_memory_mib=st.integers(0, limits.HOST_MEMORY_MIB_MAX),
 )
+shares_given = st.lists(
+    st.builds(
+        ls.ShareGiven,
+        device_uuid=uuids,
+        sm_count=st.integers(0, limits.SM_COUNT_MAX),
+        share_milli_pct=st.integers(0, 100_000),
+    ),
+    max_size=2,
+    unique_by=lambda share: share.device_uuid,
+).map(tuple)
 members = st.builds(
     ls.Member,
     group=group_names,
@@ -159,6 +169,8 @@ members = st.builds(
     token=st.integers(0, INT64),
     place=places,
     environment=st.none() | environment.filter(bool),
+    given=shares_given,
+    degraded=names,
 )
 callers = st.builds(Caller, tenant=tenants, user=names, uid=uids, role=st.sampled_from(Role))
 processes = st.builds(
@@ -316,6 +328,8 @@ assignment_reports = st.builds(
     reason=names,
     place=st.none() | places,
     uid=uids,
+    given=shares_given,
+    degraded=names,
 )
 device_reports = st.builds(
     a.DeviceReport,

@@ -3,7 +3,13 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from gpupool.model.assignment import Assignment, AssignmentKey, AssignmentReport, AssignmentState
+from gpupool.model.assignment import (
+    Assignment,
+    AssignmentKey,
+    AssignmentReport,
+    AssignmentState,
+)
+from gpupool.model.lease import ShareGiven
 
 AssignmentName = tuple[AssignmentKey, int]
 """Key and token: one assignment for ever."""
@@ -34,6 +40,7 @@ class Kept:
     wait_until_s: float
     environment: dict[str, str] = field(default_factory=dict[str, str])
     reason: str = ""
+    given: tuple[ShareGiven, ...] = ()
     touched: bool = False
     step: Step | None = None
     adopted: bool = False
@@ -65,6 +72,7 @@ class Kept:
             return
         self.state = AssignmentState.ENDING if self.touched else AssignmentState.ENDED
         self.environment = {}
+        self.given = ()
         self.reason = reason
         self.check_s = now
         self.check_delay_s = CHECK_DELAY_S_MIN
@@ -74,7 +82,7 @@ class Kept:
         self.check_s = now + self.check_delay_s
         self.check_delay_s = min(self.check_delay_s * 2, CHECK_DELAY_S_MAX)
 
-    def report(self, *, with_place: bool = False) -> AssignmentReport:
+    def report(self, *, with_place: bool = False, degraded: str = "") -> AssignmentReport:
         """What the allocator is told; the place only in Hello and in full accounts."""
         return AssignmentReport(
             key=self.assignment.key,
@@ -84,4 +92,6 @@ class Kept:
             reason=self.reason,
             place=self.assignment.place if with_place else None,
             uid=self.assignment.uid if with_place else 0,
+            given=self.given,
+            degraded=degraded,
         )

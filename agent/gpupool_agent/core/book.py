@@ -9,9 +9,14 @@ end; a driver that is silent confirms nothing.
 
 from collections.abc import Iterator
 
-from gpupool.model.assignment import Assignment, AssignmentKey, AssignmentState, DesiredState
+from gpupool.model.assignment import (
+    Assignment,
+    AssignmentKey,
+    AssignmentState,
+    DesiredState,
+)
 from gpupool.model.ids import DeviceUuid, LeaseId
-from gpupool.model.lease import DeviceShare
+from gpupool.model.lease import DeviceShare, ShareGiven
 from gpupool_agent.core.assignments import AssignmentName, Kept, Step
 from gpupool_agent.core.devices import Devices, describe, owner
 from gpupool_agent.core.events import CheckpointEntry, CleanUp, Log, NodeEffect, Prepare, ReadUsage
@@ -48,6 +53,7 @@ class Book:
                 wait_until_s=now + PREPARE_WAIT_S,
                 environment=entry.environment,
                 reason=entry.reason,
+                given=entry.given,
                 touched=entry.touched,
                 adopted=entry.state is AssignmentState.PREPARED,
                 check_s=now,
@@ -150,7 +156,13 @@ class Book:
 
     # -- answers of steps ----------------------------------------------------
 
-    def step_done(self, name: AssignmentName, environment: dict[str, str], now: float) -> None:
+    def step_done(
+        self,
+        name: AssignmentName,
+        environment: dict[str, str],
+        now: float,
+        given: tuple[ShareGiven, ...] = (),
+    ) -> None:
         """A Prepare or CleanUp succeeded; ``environment`` is the whole one."""
         kept = self.kept.get(name)
         if kept is None or kept.step is None:
@@ -159,6 +171,7 @@ class Book:
         if kept.state is AssignmentState.PREPARING:
             kept.state = AssignmentState.PREPARED
             kept.environment = environment
+            kept.given = given
             kept.reason = ""
             self.changed = True
         elif kept.state is AssignmentState.ENDING:
@@ -183,6 +196,7 @@ class Book:
         self._index = None
         kept.state = AssignmentState.FAILED
         kept.environment = {}
+        kept.given = ()
         kept.reason = reason
         self.changed = True
 
@@ -241,6 +255,9 @@ class Book:
             taken = sum(_share(other, uuid).share_pct for other in others)
             if taken + share.share_pct > 100:
                 return "", f"{uuid}: {taken} % of it are still taken"
+            trouble = self._devices.mps_troubles.get(uuid)
+            if trouble:
+                return "", f"{uuid}: {trouble}"
             strays = self.strays(uuid, holders)
             if strays:
                 return "", f"{uuid}: {describe(strays[0])} is on it"
@@ -357,6 +374,7 @@ class Book:
                 environment=kept.environment,
                 reason=kept.reason,
                 touched=kept.touched,
+                given=kept.given,
             )
             for kept in self.kept.values()
             if not _ended(kept)

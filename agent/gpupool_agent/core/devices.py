@@ -8,6 +8,7 @@ while nothing ran, since an idle driver keeps some for itself.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gpupool.model.assignment import AssignmentState
 from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool.model.inventory import Device, StrayProcess
 from gpupool_agent.core.assignments import Kept
@@ -41,6 +42,7 @@ class Devices:
     def __init__(self) -> None:
         self.known: dict[DeviceUuid, KnownDevice] = {}
         self.silent = ""
+        self.mps_troubles: dict[DeviceUuid, str] = {}
 
     def enumerate(self, inventory: DriverInventory, now: float) -> None:
         """Take over a fresh enumeration; it ends a silence of the driver."""
@@ -133,6 +135,16 @@ class Devices:
         """Processes on a device at its last reading."""
         known = self.known.get(uuid)
         return (known.state.processes if known and known.state else None) or ()
+
+    def degraded(self, kept: Kept) -> str:
+        """Why the slices of a prepared assignment do not work as they should."""
+        if kept.state is not AssignmentState.PREPARED:
+            return ""
+        for share in kept.assignment.place.devices:
+            trouble = self.mps_troubles.get(share.device_uuid)
+            if trouble and not share.whole:
+                return f"{share.device_uuid}: {trouble}"
+        return ""
 
     def unreadable(self, uuid: DeviceUuid) -> str:
         """Why it cannot be told what runs on a device; empty: it can."""

@@ -16,6 +16,7 @@ from gpupool.model.assignment import (
 )
 from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool.model.inventory import Hca
+from gpupool.model.lease import ShareGiven
 from gpupool_agent.core.readings import DeviceState, DriverInventory
 
 
@@ -73,11 +74,15 @@ class DriverSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """A Prepare or CleanUp succeeded; ``environment`` is what preparing adds."""
+    """A Prepare or CleanUp succeeded; ``environment`` is what preparing adds.
+
+    ``sm_counts`` are the multiprocessors that the probe of each slice saw, 0: unknown.
+    """
 
     key: AssignmentKey
     token: int
     environment: dict[str, str] = field(default_factory=dict[str, str])
+    sm_counts: dict[DeviceUuid, int] = field(default_factory=dict[DeviceUuid, int])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,15 @@ class NodeFault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MpsChanged:
+    """What is wrong with MPS on a device has changed; an empty reason: nothing is."""
+
+    uuid: DeviceUuid
+    reason: str
+    unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """``Node.next_deadline()`` has come."""
 
@@ -124,6 +138,7 @@ NodeEvent = (
     | StepFailed
     | HolderEnded
     | NodeFault
+    | MpsChanged
     | TimePassed
 )
 
@@ -140,6 +155,7 @@ class CheckpointEntry:
     environment: dict[str, str] = field(default_factory=dict[str, str])
     reason: str = ""
     touched: bool = True
+    given: tuple[ShareGiven, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,9 @@ from gpupool.model.assignment import (
     Hello,
     Report,
 )
-from gpupool.model.ids import NodeId
+from gpupool.model.ids import DeviceUuid, NodeId
 from gpupool.model.inventory import Hca, NodeInventory
+from gpupool.model.lease import ShareGiven
 from gpupool_agent.core.book import Book
 from gpupool_agent.core.clock import NodeClock
 from gpupool_agent.core.devices import Devices
@@ -39,6 +40,7 @@ from gpupool_agent.core.events import (
     HolderEnded,
     InventoryRead,
     Log,
+    MpsChanged,
     NodeEffect,
     NodeEvent,
     NodeFault,
@@ -53,9 +55,11 @@ from gpupool_agent.core.events import (
 from gpupool_agent.core.fence import TOMBSTONES_MAX, Fence
 from gpupool_agent.core.holders import Holders
 from gpupool_agent.core.rails import Rails
-from gpupool_agent.core.reporting import Faults, Outbox
+from gpupool_agent.core.reporting import MPS_FAULT, Faults, Outbox
+from gpupool_agent.core.shares import shares_given
 
 DRIVER_FAULTS = ("nvml_hang", "driver_unavailable")
+REASON_CHARS_MAX = 500
 PROTOCOL_REVISIONS = (1,)
 
 
@@ -155,7 +159,7 @@ class Node:
     def assignments(self) -> tuple[AssignmentReport, ...]:
         """What is on the node and has not ended, with its places."""
         return tuple(
-            kept.report(with_place=True)
+            kept.report(with_place=True, degraded=self._devices.degraded(kept))
             for kept in self._book.kept.values()
             if kept.state is not AssignmentState.ENDED
         )
@@ -180,6 +184,15 @@ class Node:
     def devices(self) -> tuple[DeviceReport, ...]:
         """State of every device."""
         return tuple(self._outbox.devices_now().values())
+
+    def device_uuids(self) -> tuple[DeviceUuid, ...]:
+        """Every device, in the driver's order."""
+        return tuple(self._devices.known)
+
+    def sm_count(self, uuid: DeviceUuid) -> int:
+        """Multiprocessors of a device, 0: unknown."""
+        known = self._devices.known.get(uuid)
+        return known.device.sm_count if known is not None else 0
 
     def summary(self) -> NodeSummary:
         """What the node's metrics show."""
@@ -226,6 +239,8 @@ class Node:
                     self._faults.raise_(event.code, None, event.evidence, event.unix_s)
                 else:
                     self._faults.close(event.code, None, event.unix_s)
+            case MpsChanged():
+                self._mps_changed(event)
             case TimePassed():
                 pass
             case _:
@@ -279,12 +294,25 @@ class Node:
             self._faults.close(code, None, unix_s)
         self._faults.update(self._devices, unix_s)
 
+    def _mps_changed(self, event: MpsChanged) -> None:
+        reason = event.reason[:REASON_CHARS_MAX]
+        if reason:
+            self._devices.mps_troubles[event.uuid] = reason
+            # Told anew, since the reason may be another one.
+            self._faults.close(MPS_FAULT, event.uuid, event.unix_s)
+            self._faults.raise_(MPS_FAULT, event.uuid, reason, event.unix_s)
+        else:
+            self._devices.mps_troubles.pop(event.uuid, None)
+            self._faults.close(MPS_FAULT, event.uuid, event.unix_s)
+
     def _finish(self, event: StepDone, now: float) -> None:
         kept = self._book.kept.get((event.key, event.token))
         environment: dict[str, str] = {}
+        given: tuple[ShareGiven, ...] = ()
         if kept is not None and kept.state is AssignmentState.PREPARING:
             environment = self.environment_of(kept.assignment, event.environment)
-        self._book.step_done((event.key, event.token), environment, now)
+            given = shares_given(kept.assignment, self._inventory.devices, event.sm_counts)
+        self._book.step_done((event.key, event.token), environment, now, given)
 
     def _settled(self, effects: list[NodeEffect], now: float) -> list[NodeEffect]:
         """Take every step that is due, and put the checkpoint before and the news after."""

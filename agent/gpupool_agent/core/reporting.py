@@ -28,6 +28,8 @@ ACCOUNT_S_MAX = 300.0
 STRAYS_MAX = 64
 """Strays named on one device; a fork bomb must not fill the wire."""
 
+MPS_FAULT = "mps_trouble"
+
 FaultName = tuple[str, DeviceUuid | None]
 
 
@@ -46,6 +48,7 @@ class Faults:
             for uuid, known in devices.known.items()
             if known.failed is not None
         }
+        found |= {(MPS_FAULT, uuid): why for uuid, why in devices.mps_troubles.items()}
         for name in [name for name in self.open if name[1] is not None and name not in found]:
             self.close(*name, unix_s)
         for (code, uuid), evidence in found.items():
@@ -167,7 +170,10 @@ class Outbox:
         return {uuid: self._device(uuid, pids) for uuid in self._devices.known}
 
     def _assignments_now(self) -> dict[AssignmentName, AssignmentReport]:
-        return {name: kept.report() for name, kept in self._book.kept.items()}
+        return {
+            name: kept.report(degraded=self._devices.degraded(kept))
+            for name, kept in self._book.kept.items()
+        }
 
     def _device(self, uuid: DeviceUuid, pids: dict[LeaseId, int]) -> DeviceReport:
         failure = self._devices.failure(uuid)
@@ -178,6 +184,7 @@ class Outbox:
             return DeviceReport(uuid=uuid, clean=False, reason=unreadable)
         strays = self._book.strays(uuid, pids)
         reason = f"{describe(strays[0])} is on it" if strays else ""
+        reason = reason or self._devices.mps_troubles.get(uuid, "")
         if not reason and not self._book.on_device(uuid):
             reason = self._devices.memory_held(uuid)
         return DeviceReport(

@@ -7,7 +7,7 @@ and ``HcaReader`` may block in the kernel for ever: the agent calls them through
 at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -148,7 +148,8 @@ class MpsError(Exception):
 class SliceLimits:
     """Limits of one slice.
 
-    ``share_pct`` 0 sets no compute limit, ``memory_mib`` 0 no memory limit.
+    ``share_pct`` 0 sets no compute limit, ``memory_mib`` 0 no memory limit. ``sm_count``
+    are the multiprocessors of the whole GPU, 0: unknown.
     """
 
     key: AssignmentKey
@@ -156,6 +157,7 @@ class SliceLimits:
     uid: int
     share_pct: int
     memory_mib: int
+    sm_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +188,11 @@ class MpsControl(Protocol):
         """
         ...
 
-    async def probe(self, gpu: DeviceUuid, limits: SliceLimits) -> None:
-        """Run a client as the slice's user under its limits; raises when it fails."""
+    async def probe(self, gpu: DeviceUuid, limits: SliceLimits) -> int:
+        """Run a client as the slice's user under its limits; raises when it fails.
+
+        Gives the multiprocessors that it saw, 0 where it cannot say.
+        """
         ...
 
     async def status(self, gpu: DeviceUuid) -> MpsStatus:
@@ -204,6 +209,22 @@ class MpsControl(Protocol):
 
     async def verify(self, gpu: DeviceUuid) -> str:
         """Empty when no daemon, mode or directory of ours is left on it, else what is."""
+        ...
+
+    async def watch(
+        self,
+        gpus: Callable[[], Sequence[DeviceUuid]],
+        tell: Callable[[DeviceUuid, str], None],
+    ) -> None:
+        """Look after the daemons until cancelled, and repair what can be.
+
+        ``gpus`` are those of the host, in the driver's order. ``tell`` hears what is
+        wrong with MPS on one, and an empty text once nothing is any more.
+        """
+        ...
+
+    def is_own(self, process: ProcessFacts) -> bool:
+        """Whether a process is a daemon or server of ours, and so is nobody's work."""
         ...
 
 

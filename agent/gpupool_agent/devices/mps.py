@@ -5,12 +5,13 @@ most 100 percent, the environment that confines a client), and starts nothing.
 """
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpupool.model.assignment import AssignmentKey
 from gpupool.model.ids import DeviceUuid
-from gpupool_agent.devices.interfaces import MpsError, MpsStatus, SliceLimits
+from gpupool_agent.devices.interfaces import MpsError, MpsStatus, ProcessFacts, SliceLimits
 
 SLICES_MAX = 48
 """Clients that one daemon serves."""
@@ -63,10 +64,11 @@ class InProcessMps:
             environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{gpu}={limits.memory_mib}M"
         return environment
 
-    async def probe(self, gpu: DeviceUuid, limits: SliceLimits) -> None:
+    async def probe(self, gpu: DeviceUuid, limits: SliceLimits) -> int:
         """See that the slice is admitted."""
         if self._daemon(gpu).slices.get((limits.key, limits.token)) != limits:
             raise MpsError(f"{gpu}: the slice is not admitted as asked")
+        return 0
 
     async def status(self, gpu: DeviceUuid) -> MpsStatus:
         """What runs there now."""
@@ -91,6 +93,19 @@ class InProcessMps:
     async def verify(self, gpu: DeviceUuid) -> str:
         """Empty when nothing is left."""
         return "its MPS daemon still runs" if gpu in self._daemons else ""
+
+    async def watch(
+        self,
+        gpus: Callable[[], Sequence[DeviceUuid]],
+        tell: Callable[[DeviceUuid, str], None],
+    ) -> None:
+        """Nothing can go wrong with what does not run."""
+        del gpus, tell
+
+    def is_own(self, process: ProcessFacts) -> bool:
+        """No process is."""
+        del process
+        return False
 
     def pipe_directory(self, gpu: DeviceUuid) -> Path:
         """Where clients reach the daemon of a GPU, the same after every restart."""

@@ -87,6 +87,7 @@ async def _run(
         state_directory=arguments.state_dir,
         socket_directory=arguments.local_socket_dir,
         cdi=arguments.cdi,
+        mps_programs=arguments.mps_programs,
     )
     fleet = Fleet(directory, hosts)
     try:
@@ -177,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--local-socket-dir", type=Path, metavar="DIR", help="a socket for each node's clients")
     add("--cdi", action="store_true", help="write CDI specs of leases beside each node's hardware")
     add("--ready-file", type=Path, metavar="FILE", help="JSON, written when all are connected")
+    add("--mps-programs", action="store_true", help="MPS daemons are programs, not only values")
     for name in _PERIODS:
         add(f"--{name.replace('_', '-')}", metavar="S", help=f"the agents' {name}")
     add("--verbose", action="store_true", help="log what agents do, not only what goes wrong")

@@ -9,17 +9,24 @@ As CUDA does:
 * CUDA_VISIBLE_DEVICES names its GPUs; unset means all of them.
 * No MPS pipe directory, or one that is not there: it runs without MPS, unconfined.
 * Through MPS it waits while clients of another user are served by the same daemon,
-  and its memory is limited by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT.
+  and its memory is limited by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT. Where the directory has
+  the ``control`` socket of the daemon's stand-in, that one and its server decide; an
+  error that the server tells ends it.
+* On a GPU in exclusive-process mode it gets no context beside another process, unless
+  both came through MPS.
 * It is listed by NVML for as long as it lives, and kill -9 ends that as well.
 
 It prints one line of JSON when it holds its memory. Exit codes: 0 done, 3 out of
-memory, 4 no such device, 5 no simulated node found.
+memory, 4 no such device, 5 no simulated node found, 6 MPS refused it or told it an
+error, 7 the device is busy.
 """
 
 import argparse
 import json
 import os
 import re
+import select
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -27,11 +34,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpupool_agent.simulated.gpu_processes import GpuProcess, GpuProcesses, start_ticks_of
+from gpupool_agent.simulated.mps_control.client import MpsClient, MpsRefusedError, join
 
 EXIT_OUT_OF_MEMORY = 3
 EXIT_NO_DEVICE = 4
 EXIT_NO_NODE = 5
+EXIT_MPS = 6
+EXIT_BUSY = 7
 _QUEUE_POLL_S = 0.05
+_EXCLUSIVE_PROCESS = 3
 _LIMIT = re.compile(r"(?P<device>[^=,]+)=(?P<amount>\d+)(?P<unit>[MG])B?", re.IGNORECASE)
 
 
@@ -49,6 +60,8 @@ class VisibleGpu:
 
     uuid: str
     usable_mib: int | None
+    sm_count: int = 0
+    compute_mode: int = 0
 
 
 def node_directory(environment: dict[str, str]) -> Path:
@@ -98,19 +111,44 @@ def pipe_directory(environment: dict[str, str]) -> str:
     return pipe if pipe and Path(pipe).is_dir() else ""
 
 
-def take_memory(
-    processes: GpuProcesses, gpus: list[VisibleGpu], memory_mib: int, environment: dict[str, str]
-) -> GpuProcess:
-    """Become a process on these GPUs. Raises CudaError when they have too little memory."""
+def join_mps(gpus: list[VisibleGpu], environment: dict[str, str]) -> MpsClient | None:
+    """Go through the MPS daemon, if there is one. Raises CudaError when it refuses."""
     pipe = pipe_directory(environment)
+    if not pipe or not (Path(pipe) / "control").exists():
+        return None
+    try:
+        return join(pipe, tuple(gpu.uuid for gpu in gpus), environment)
+    except MpsRefusedError as error:
+        raise CudaError(EXIT_MPS, str(error)) from error
+
+
+def take_memory(
+    processes: GpuProcesses,
+    gpus: list[VisibleGpu],
+    memory_mib: int,
+    environment: dict[str, str],
+    client: MpsClient | None = None,
+) -> GpuProcess:
+    """Become a process on these GPUs. Raises CudaError when they have too little memory.
+
+    ``client``: what the daemon's stand-in has said. Without it a pipe directory that has
+    no ``control`` is one of a fleet whose daemons are no programs.
+    """
+    pipe = pipe_directory(environment)
+    if client is None and pipe and (Path(pipe) / "control").exists():
+        pipe = ""  # The daemon is dead, and so this client runs without MPS.
     pid = os.getpid()
     limits = memory_limits_mib(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", ""))
     while True:
         with processes.locked():
             others = processes.list()
-            if not _queued(others, pipe):
+            if client is not None or not _queued(others, pipe):
                 for ordinal, gpu in enumerate(gpus):
                     limit = limits.get(gpu.uuid, limits.get(str(ordinal))) if pipe else None
+                    if client is not None:
+                        limit = client.limits_mib.get(gpu.uuid)
+                    if not pipe:
+                        _check_exclusive(gpu, others)
                     _check_room(gpu, others, memory_mib, limit)
                 mine = GpuProcess(
                     pid=pid,
@@ -123,6 +161,13 @@ def take_memory(
                 processes.add(mine)
                 return mine
         time.sleep(_QUEUE_POLL_S)
+
+
+def _check_exclusive(gpu: VisibleGpu, others: Sequence[GpuProcess]) -> None:
+    if gpu.compute_mode == _EXCLUSIVE_PROCESS and any(gpu.uuid in each.uuids for each in others):
+        raise CudaError(
+            EXIT_BUSY, f"CUDA-capable device is busy or unavailable: {gpu.uuid} is exclusive"
+        )
 
 
 def _queued(others: Sequence[GpuProcess], pipe: str) -> bool:
@@ -151,14 +196,44 @@ def _hold(arguments: argparse.Namespace, environment: dict[str, str]) -> None:
     directory = node_directory(environment)
     processes = GpuProcesses(directory / "gpu-processes")
     gpus = visible_gpus(directory, environment)
-    mine = take_memory(processes, gpus, arguments.memory_mib, environment)
-    line = {"pid": mine.pid, "uuids": mine.uuids, "memory_mib": mine.memory_mib, "pipe": mine.pipe}
+    if arguments.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    client = join_mps(gpus, environment)
+    share_pct = 100.0 if client is None else client.share_pct
+    mine = take_memory(processes, gpus, arguments.memory_mib, environment, client)
+    line = {
+        "pid": mine.pid,
+        "uuids": mine.uuids,
+        "memory_mib": mine.memory_mib,
+        "pipe": mine.pipe,
+        "sm_count": int(gpus[0].sm_count * share_pct / 100),
+    }
+    if client is not None and arguments.work != "none":
+        client.say(arguments.work)
     print(json.dumps(line), flush=True)
-    if arguments.until_stdin_closes:
-        sys.stdin.buffer.read()
-    else:
-        time.sleep(arguments.seconds)
-    processes.remove(mine.pid)
+    try:
+        _wait(arguments, client)
+    finally:
+        processes.remove(mine.pid)
+        if client is not None:
+            client.say("idle")
+            client.close()
+
+
+def _wait(arguments: argparse.Namespace, client: MpsClient | None) -> None:
+    """Wait for the end, or for an error of the server, which is for good."""
+    watched: list[int] = [sys.stdin.fileno()] if arguments.until_stdin_closes else []
+    end_s = time.monotonic() + arguments.seconds
+    while (left_s := end_s - time.monotonic()) > 0:
+        server = [] if client is None else [client.fileno()]
+        readable, _, _ = select.select([*watched, *server], [], [], min(left_s, 3600.0))
+        if client is not None and client.fileno() in readable:
+            error = client.hear()
+            if not arguments.stubborn:
+                raise CudaError(EXIT_MPS, error)
+            client = None
+        elif readable and not os.read(readable[0], 4096):
+            return
 
 
 def _wait_for_orphan() -> int:
@@ -179,6 +254,15 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=86400.0, help="how long, s")
     parser.add_argument(
         "--orphan", action="store_true", help="hold it in a child that outlives this process"
+    )
+    parser.add_argument(
+        "--work",
+        choices=("none", "busy", "fatal"),
+        default="none",
+        help="keep work in flight, or do work that is fatal to the GPU (with MPS)",
+    )
+    parser.add_argument(
+        "--stubborn", action="store_true", help="go on after errors and SIGTERM, until killed"
     )
     parser.add_argument(
         "--until-stdin-closes", action="store_true", help="hold it until standard input closes"

@@ -28,7 +28,8 @@ from gpupool_agent.simulated.driver_calls import SimulatedDriverCalls
 from gpupool_agent.simulated.gate import Gate
 from gpupool_agent.simulated.gpu_processes import start_ticks_of
 from gpupool_agent.simulated.mps import SimulatedMps
-from gpupool_agent.simulated.node import CURRENT_NODE, SimulatedNode
+from gpupool_agent.simulated.mps_programs import end_daemons, mps_daemons
+from gpupool_agent.simulated.node import COMPUTE_MODE_DEFAULT, CURRENT_NODE, SimulatedNode
 from gpupool_agent.simulated.specs import NodeSpec
 from gpupool_agent.simulated.strays import Strays
 from gpupool_agent.simulated.sysfs import sysfs_root, write_sysfs
@@ -53,6 +54,7 @@ class SimulatedHost:
     ``directory`` is the hardware: boot id, GPU processes, /sys, MPS. It outlives the
     agent, and a fleet that is started on it again is the same boot. ``pci_trees`` holds
     what hosts of one machine have in common. The hosts of a fleet share ``threads``.
+    ``mps_programs``: slices have real daemons of the control program's stand-in.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class SimulatedHost:
         pci_trees: Path,
         settings: AgentSettings,
         threads: CallThreads | None = None,
+        *,
+        mps_programs: bool = False,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # Holders of any user look for their node here.
@@ -79,6 +83,7 @@ class SimulatedHost:
         self._pci_trees = pci_trees
         self._threads = threads or CallThreads()
         self._boot_id_file = directory / "boot-id"
+        self._mps_programs = mps_programs
         self._mps = SimulatedMps(directory / "mps")
         self._gates: dict[str, Gate] = {}
         self._agent: Agent | None = None
@@ -121,6 +126,10 @@ class SimulatedHost:
             if start_ticks_of(process.pid) == process.start_ticks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
+        if self._mps_programs:
+            await end_daemons(self.node)
+            for gpu in self.node.gpus:
+                self.node.set_compute_mode(gpu, COMPUTE_MODE_DEFAULT)
         # What is below /run is gone with the boot.
         for folder in ("mps", CDI_FOLDER):
             shutil.rmtree(self.node.directory / folder, ignore_errors=True)
@@ -156,6 +165,7 @@ class SimulatedHost:
                     "uuid": gpu.uuid,
                     "pci_address": gpu.slot.pci_address,
                     "lost": gpu.lost,
+                    "compute_mode": gpu.compute_mode,
                     "used_mib": node.used_mib(gpu),
                     "pids": [process.pid for process in node.processes_on(gpu)],
                 }
@@ -201,14 +211,15 @@ class SimulatedHost:
 
     def _adapters(self) -> Adapters:
         machine = self.node.machine
+        boot_id = self._boot_id_file.read_text()
         return Adapters(
             driver=NvmlDriver(sysfs_root(self.node)),
-            mps=self._mps,
+            mps=mps_daemons(self.node, boot_id) if self._mps_programs else self._mps,
             hcas=SysfsHcaReader(sysfs_root(self.node)),
             host=SimulatedHostReader(
                 facts=HostFacts(
                     hostname=self.node.node_id,
-                    boot_id=self._boot_id_file.read_text(),
+                    boot_id=boot_id,
                     cpu_milli=machine.cpu_milli,
                     host_memory_mib=machine.host_memory_mib,
                     simulated=machine.name,
@@ -240,6 +251,7 @@ def make_hosts(
     state_directory: Path | None,
     socket_directory: Path | None,
     cdi: bool = False,
+    mps_programs: bool = False,
 ) -> list[SimulatedHost]:
     """Make the hosts of a fleet, not yet started; ``common`` is what agents share.
 
@@ -261,5 +273,9 @@ def make_hosts(
             labels=spec.labels,
             metrics_port=-1,
         )
-        hosts.append(SimulatedHost(spec, directory, hardware.pci_trees, settings, threads))
+        hosts.append(
+            SimulatedHost(
+                spec, directory, hardware.pci_trees, settings, threads, mps_programs=mps_programs
+            )
+        )
     return hosts

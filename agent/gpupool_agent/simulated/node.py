@@ -169,6 +169,11 @@ class SimulatedNode:
         gpu.hidden = hidden
         self.write_gpus()
 
+    def set_compute_mode(self, gpu: SimulatedGpu, mode: int) -> None:
+        """Say who may make contexts on a GPU; the number is NVML's."""
+        gpu.compute_mode = mode
+        self.write_gpus()
+
     def remove_gpu(self, gpu: SimulatedGpu) -> None:
         """Pull a GPU: it answers no more, and is missing from the next session on."""
         gpu.lost = True
@@ -198,11 +203,17 @@ class SimulatedNode:
         """Tell CUDA clients, which are other processes, what they can use.
 
         One row a working GPU, in the driver's order: its UUID and the memory that
-        clients can get of it in MiB, null where it is the host's.
+        clients can get of it in MiB, null where it is the host's, its multiprocessors
+        and its compute mode.
         """
         usable_mib = self.usable_mib()
         rows = [
-            {"uuid": gpu.uuid, "usable_mib": usable_mib}
+            {
+                "uuid": gpu.uuid,
+                "usable_mib": usable_mib,
+                "sm_count": self.machine.gpu.sm_count or 0,
+                "compute_mode": gpu.compute_mode,
+            }
             for gpu in self.gpus
             if self.driver_loaded and not gpu.lost and not gpu.hidden
         ]

@@ -123,8 +123,8 @@ def _compute_mode(_node: SimulatedNode, gpu: SimulatedGpu, mode: Any) -> int:
 
 
 @CALLS.device_function("nvmlDeviceSetComputeMode")
-def _set_compute_mode(_node: SimulatedNode, gpu: SimulatedGpu, mode: Any) -> int:
-    gpu.compute_mode = number(mode)
+def _set_compute_mode(node: SimulatedNode, gpu: SimulatedGpu, mode: Any) -> int:
+    node.set_compute_mode(gpu, number(mode))
     return ReturnCode.SUCCESS
 
 

@@ -51,7 +51,7 @@ def member_ended(state: State, lease: LeaseEntry, member: MemberEntry) -> None:
     node = state.nodes[member.place.node_id]
     node.members.pop(lease.key(member), None)
     member.state = MemberState.ENDED
-    member.environment = None
+    member.forget_node()
     state.node_freed(node.node_id)
     book_unclaimed(state, node.node_id)
     state.lease_changed(lease, tell=False)

@@ -15,6 +15,7 @@ from gpupool.model.lease import (
     Member,
     MemberState,
     Place,
+    ShareGiven,
 )
 from gpupool.model.request import LeaseSpec
 
@@ -39,6 +40,8 @@ class MemberEntry:
     place: Place
     state: MemberState = MemberState.PREPARING
     environment: dict[str, str] | None = None
+    given: tuple[ShareGiven, ...] = ()
+    degraded: str = ""
     seen: bool = False
     named_at: int | None = None
     dropped_at: int | None = None
@@ -48,7 +51,7 @@ class MemberEntry:
         """Its node has nothing of it, and is to prepare it under this token."""
         self.state = MemberState.PREPARING
         self.token = token
-        self.environment = None
+        self.forget_node()
         self.seen = False
         self.named_at = None
 
@@ -65,7 +68,15 @@ class MemberEntry:
             token=self.token,
             place=self.place,
             environment=self.environment,
+            given=self.given,
+            degraded=self.degraded,
         )
+
+    def forget_node(self) -> None:
+        """What its node has said of it does not hold any more."""
+        self.environment = None
+        self.given = ()
+        self.degraded = ""
 
 
 @dataclass(slots=True, kw_only=True)

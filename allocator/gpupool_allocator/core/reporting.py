@@ -46,7 +46,7 @@ def _take_report(
     member.seen = True
     match report.state:
         case AssignmentState.PREPARED:
-            _member_prepared(state, lease, member, report.environment)
+            _member_prepared(state, lease, member, report)
         case AssignmentState.FAILED:
             _member_refused(state, lease, member, report.reason, now)
         case AssignmentState.ENDED:
@@ -59,12 +59,15 @@ def _take_report(
 
 
 def _member_prepared(
-    state: State, lease: LeaseEntry, member: MemberEntry, environment: dict[str, str]
+    state: State, lease: LeaseEntry, member: MemberEntry, report: AssignmentReport
 ) -> None:
     if member.state is MemberState.ENDING:
         return
-    news = member.environment != environment or member.state is not MemberState.READY
-    member.environment = environment
+    told = (report.environment, report.given, report.degraded)
+    known = (member.environment, member.given, member.degraded)
+    news = told != known or member.state is not MemberState.READY
+    was_degraded = member.degraded
+    member.environment, member.given, member.degraded = told
     member.state = MemberState.READY
     ready = all(other.state is MemberState.READY for other in lease.members)
     if lease.state is LeaseState.GRANTED and ready:
@@ -73,6 +76,13 @@ def _member_prepared(
         state.lease_changed(lease, tell=True)
     elif news and ready:
         state.told[lease.lease_id] = None
+    if bool(was_degraded) != bool(member.degraded):
+        state.out.record(
+            "lease.degraded" if member.degraded else "lease.restored",
+            lease.lease_id,
+            member.degraded or was_degraded,
+            {"rank": str(member.rank), "node_id": member.place.node_id},
+        )
 
 
 def _member_refused(

@@ -12,7 +12,17 @@ import click
 from gpupool.cli.output import Column, Listing, printable, table, takes_output
 from gpupool.cli.session import Session, takes_address
 from gpupool.cli.shape import shape_of, takes_shape
-from gpupool.cli.words import ago, asked_gpus, cause_line, devices_of, few, nodes_of, utc
+from gpupool.cli.words import (
+    ago,
+    asked_gpus,
+    cause_line,
+    devices_of,
+    few,
+    given_of,
+    nodes_of,
+    state_of,
+    utc,
+)
 from gpupool.model.lease import Lease, LeaseState, Member
 
 if TYPE_CHECKING:
@@ -32,7 +42,7 @@ def _to_proto(lease: Lease) -> Message:
 LEASES: Listing[Lease] = Listing(
     columns=(
         Column("LEASE", lambda lease: lease.lease_id),
-        Column("STATE", lambda lease: lease.state),
+        Column("STATE", state_of),
         Column("GPUS", asked_gpus, right=True),
         Column("NODES", lambda lease: few(nodes_of(lease))),
         Column("TENANT", lambda lease: lease.spec.tenant),
@@ -49,6 +59,7 @@ MEMBERS: tuple[Column[Member], ...] = (
     Column("STATE", lambda member: member.state),
     Column("NODE", lambda member: member.place.node_id),
     Column("DEVICES", devices_of),
+    Column("GIVEN", given_of),
 )
 
 
@@ -228,7 +239,9 @@ def hostfile(session: Session, lease_id: str) -> None:
 
 def _facts(found: Lease) -> Iterable[tuple[str, object]]:
     yield "lease", found.lease_id
-    yield "state", found.state
+    yield "state", state_of(found)
+    if found.degraded:
+        yield "degraded", found.degraded
     yield "name", found.spec.display_name
     yield "gpus", asked_gpus(found)
     yield "tenant", found.spec.tenant

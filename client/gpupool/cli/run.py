@@ -204,6 +204,8 @@ class Narrator:
             case LeaseState.PENDING:
                 reason = lease.explanation.summary or "no reason given"
                 self._say(f"waiting, position {lease.position}: {reason}")
+            case LeaseState.ACTIVE if lease.degraded:
+                self._say(f"lease {lease.lease_id} is degraded: {lease.degraded}")
             case LeaseState.ACTIVE:
                 place = few(nodes_of(lease)) or "no node"
                 self._say(f"lease {lease.lease_id}: GPUs {asked_gpus(lease)} on {place}")

@@ -48,6 +48,18 @@ def devices_of(member: Member | UnclaimedAssignment) -> str:
     return " ".join(_share(share) for share in member.place.devices)
 
 
+def state_of(lease: Lease) -> str:
+    """A lease's state, with "degraded" for an active one that does not run as it should."""
+    return "degraded" if lease.degraded else lease.state
+
+
+def given_of(member: Member) -> str:
+    """What the slices of a member really get, as "13 SMs (9.848 %)"."""
+    return " ".join(
+        f"{share.sm_count} SMs ({share.share_milli_pct / 1000:.3f} %)" for share in member.given
+    )
+
+
 def cause_line(cause: Cause) -> str:
     """A counted cause, as "3 devices: gpu_busy (granted to others)"."""
     plural = "" if cause.count == 1 else "s"

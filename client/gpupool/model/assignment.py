@@ -6,7 +6,7 @@ from enum import StrEnum
 from gpupool.model.caller import ProcessRef
 from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool.model.inventory import NodeInventory, StrayProcess
-from gpupool.model.lease import Place
+from gpupool.model.lease import Place, ShareGiven
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -73,6 +73,8 @@ class AssignmentReport:
 
     ``environment`` is complete once prepared. ``place`` and ``uid`` are set in
     Hello and in full reports, so that an allocator can show what it does not know.
+    ``given`` is what its slices really get; ``degraded`` says why they do not work as
+    they should.
     """
 
     key: AssignmentKey
@@ -82,6 +84,8 @@ class AssignmentReport:
     reason: str = ""
     place: Place | None = None
     uid: int = 0
+    given: tuple[ShareGiven, ...] = ()
+    degraded: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,18 @@ class DeviceShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShareGiven:
+    """What a slice of a device really gets: whole multiprocessors, rounded down.
+
+    ``share_milli_pct`` is their part of the device in thousandths of a percent.
+    """
+
+    device_uuid: DeviceUuid
+    sm_count: int
+    share_milli_pct: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a member runs; ``devices`` in the order that the member sees them."""
 
@@ -74,7 +86,8 @@ class Member:
 
     ``token`` is the fencing number of ``place`` and grows with each assignment.
     ``environment`` is None until the node has reported it since the allocator's
-    start; it is never stored.
+    start; ``given`` is what its slices really get, ``degraded`` says why they do not
+    work as they should. None of the three is ever stored.
     """
 
     group: str
@@ -84,6 +97,8 @@ class Member:
     token: int
     place: Place
     environment: dict[str, str] | None = None
+    given: tuple[ShareGiven, ...] = ()
+    degraded: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,3 +149,13 @@ class Lease:
     ending_as: LeaseState | None = None
     position: int = 0
     explanation: Explanation = field(default=NO_EXPLANATION)
+
+    @property
+    def degraded(self) -> str:
+        """Why an active lease does not run as it should; empty: it does.
+
+        No state of its own on the wire: a release that does not know it reads "active".
+        """
+        if self.state is not LeaseState.ACTIVE:
+            return ""
+        return next((each.degraded for each in self.members if each.degraded), "")

@@ -75,8 +75,11 @@ def whole_or_share(gpus: float) -> tuple[int, int]:
         raise _bad("gpus", gpus, accepted)
     if gpus == int(gpus):
         return int(gpus), 0
+    if gpus > 1:
+        why = "a process can use one MPS daemon, so no parts of several GPUs: take replicas"
+        raise _bad("gpus", gpus, f"{accepted}; {why}")
     share_pct = round(gpus * _WHOLE_PCT)
-    if gpus > 1 or abs(gpus * _WHOLE_PCT - share_pct) > _ROUNDING or share_pct == 0:
+    if abs(gpus * _WHOLE_PCT - share_pct) > _ROUNDING or share_pct == 0:
         raise _bad("gpus", gpus, accepted)
     return 0, share_pct
 

@@ -676,6 +676,8 @@ class AssignmentReport(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
     UID_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Lease."""
     rank: _builtins.int
@@ -688,6 +690,8 @@ class AssignmentReport(_message.Message):
     """Why it failed or does not end."""
     uid: _builtins.int
     """User id of the assignment; in Hello and full reports."""
+    degraded: _builtins.str
+    """Why it runs, but not as it should. Empty: it does."""
     @_builtins.property
     def environment(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """For the holder, when prepared."""
@@ -697,6 +701,10 @@ class AssignmentReport(_message.Message):
         """What it stands on; in Hello and full reports, so that an allocator can show
         what it does not know.
         """
+
+    @_builtins.property
+    def given(self) -> _containers.RepeatedCompositeFieldContainer[_resources_pb2.ShareGiven]:
+        """What its slices really get."""
 
     def __init__(
         self,
@@ -709,10 +717,12 @@ class AssignmentReport(_message.Message):
         reason: _builtins.str = ...,
         place: _resources_pb2.Place | None = ...,
         uid: _builtins.int = ...,
+        given: _abc.Iterable[_resources_pb2.ShareGiven] | None = ...,
+        degraded: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "lease_id", b"lease_id", "place", b"place", "rank", b"rank", "reason", b"reason", "state", b"state", "token", b"token", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "environment", b"environment", "given", b"given", "lease_id", b"lease_id", "place", b"place", "rank", b"rank", "reason", b"reason", "state", b"state", "token", b"token", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -641,6 +641,8 @@ class Member(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Group name."""
     index: _builtins.int
@@ -651,6 +653,8 @@ class Member(_message.Message):
     """Member's state."""
     token: _builtins.int
     """Fencing number of the current place; grows with every assignment."""
+    degraded: _builtins.str
+    """Why it runs, but not as it should: its node repairs it. Empty: it does."""
     @_builtins.property
     def place(self) -> Global___Place:
         """Current place."""
@@ -660,6 +664,10 @@ class Member(_message.Message):
         """Environment that the holder needs there; present once the member is ready
         and its node has reported since the allocator's start.
         """
+
+    @_builtins.property
+    def given(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShareGiven]:
+        """What its slices really get, where the node can say."""
 
     def __init__(
         self,
@@ -671,14 +679,46 @@ class Member(_message.Message):
         token: _builtins.int = ...,
         place: Global___Place | None = ...,
         environment: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        given: _abc.Iterable[Global___ShareGiven] | None = ...,
+        degraded: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["place", b"place"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["environment", b"environment", "group", b"group", "index", b"index", "place", b"place", "rank", b"rank", "state", b"state", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "environment", b"environment", "given", b"given", "group", b"group", "index", b"index", "place", b"place", "rank", b"rank", "state", b"state", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class ShareGiven(_message.Message):
+    """What a slice of a device really gets: whole multiprocessors, rounded down."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    SM_COUNT_FIELD_NUMBER: _builtins.int
+    SHARE_MILLI_PCT_FIELD_NUMBER: _builtins.int
+    device_uuid: _builtins.str
+    """Device."""
+    sm_count: _builtins.int
+    """Multiprocessors."""
+    share_milli_pct: _builtins.int
+    """Their part of the device in thousandths of a percent."""
+    def __init__(
+        self,
+        *,
+        device_uuid: _builtins.str = ...,
+        sm_count: _builtins.int = ...,
+        share_milli_pct: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "share_milli_pct", b"share_milli_pct", "sm_count", b"sm_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShareGiven: _TypeAlias = ShareGiven  # noqa: Y015
 
 @_typing.final
 class Cause(_message.Message):

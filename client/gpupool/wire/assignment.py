@@ -20,6 +20,8 @@ from gpupool.wire.resources import (
     place_to_proto,
     process_ref_from_proto,
     process_ref_to_proto,
+    share_given_to_proto,
+    shares_given_from_proto,
 )
 from gpupool.wire.times import duration_from_proto, duration_to_proto
 
@@ -139,6 +141,8 @@ def assignment_report_to_proto(report: AssignmentReport) -> pb.AssignmentReport:
         environment=report.environment,
         reason=report.reason,
         uid=report.uid,
+        given=[share_given_to_proto(share) for share in report.given],
+        degraded=report.degraded,
     )
     if report.place is not None:
         message.place.CopyFrom(place_to_proto(report.place))
@@ -157,6 +161,8 @@ def assignment_report_from_proto(at: str, message: pb.AssignmentReport) -> Assig
             place_from_proto(f"{at}.place", message.place) if message.HasField("place") else None
         ),
         uid=door.integer(at, "uid", message.uid, 0, limits.UID_MAX),
+        given=shares_given_from_proto(at, message.given),
+        degraded=door.long_text(at, "degraded", message.degraded),
     )
 
 

@@ -11,7 +11,6 @@ _HCAS_MAX = 256
 _PORTS_MAX = 64
 _NUMA_NODE_MAX = 1023
 _INDEX_MAX = 4095
-_SM_COUNT_MAX = 65_535
 _LID_MAX = 65_535
 _RATE_MBPS_MAX = 1_000_000_000
 _LOCALITY_CHARS_MAX = 1024
@@ -62,7 +61,7 @@ def device_from_proto(at: str, message: pb.Device) -> Device:
         index=door.integer(at, "index", message.index, 0, _INDEX_MAX),
         numa_node=door.integer(at, "numa_node", message.numa_node, -1, _NUMA_NODE_MAX),
         nvlink_domain=door.text(at, "nvlink_domain", message.nvlink_domain),
-        sm_count=door.integer(at, "sm_count", message.sm_count, 0, _SM_COUNT_MAX),
+        sm_count=door.integer(at, "sm_count", message.sm_count, 0, limits.SM_COUNT_MAX),
         sliceable=message.sliceable,
         parent_uuid=parent,
         compute_capability=door.text(at, "compute_capability", message.compute_capability),

@@ -13,6 +13,7 @@ from gpupool.model.lease import (
     Lease,
     Member,
     Place,
+    ShareGiven,
 )
 from gpupool.v1 import resources_pb2 as pb
 from gpupool.wire import door
@@ -45,6 +46,8 @@ __all__ = [
     "place_to_proto",
     "process_ref_from_proto",
     "process_ref_to_proto",
+    "share_given_to_proto",
+    "shares_given_from_proto",
 ]
 
 PID_MAX = 4_194_304
@@ -73,6 +76,36 @@ def device_share_from_proto(at: str, message: pb.DeviceShare) -> DeviceShare:
         memory_mib=door.integer(at, "memory_mib", message.memory_mib, 0, limits.GPU_MEMORY_MIB_MAX),
         whole=message.whole,
     )
+
+
+def share_given_to_proto(share: ShareGiven) -> pb.ShareGiven:
+    """What a slice really gets."""
+    return pb.ShareGiven(
+        device_uuid=share.device_uuid,
+        sm_count=share.sm_count,
+        share_milli_pct=share.share_milli_pct,
+    )
+
+
+def shares_given_from_proto(at: str, messages: Sequence[pb.ShareGiven]) -> tuple[ShareGiven, ...]:
+    """What the slices of one member get. Raises BadField; no device may be named twice."""
+    door.count(at, "given", messages, 0, limits.GPUS_PER_MEMBER_MAX)
+    found = tuple(
+        ShareGiven(
+            device_uuid=DeviceUuid(
+                door.device_uuid(f"{at}.given[{index}]", "device_uuid", each.device_uuid)
+            ),
+            sm_count=door.integer(
+                f"{at}.given[{index}]", "sm_count", each.sm_count, 0, limits.SM_COUNT_MAX
+            ),
+            share_milli_pct=door.integer(
+                f"{at}.given[{index}]", "share_milli_pct", each.share_milli_pct, 0, 100_000
+            ),
+        )
+        for index, each in enumerate(messages)
+    )
+    door.unique(at, "given", [share.device_uuid for share in found])
+    return found
 
 
 def place_to_proto(place: Place) -> pb.Place:
@@ -113,6 +146,8 @@ def member_to_proto(member: Member) -> pb.Member:
         token=member.token,
         place=place_to_proto(member.place),
         environment=member.environment,
+        given=[share_given_to_proto(share) for share in member.given],
+        degraded=member.degraded,
     )
 
 
@@ -127,6 +162,8 @@ def member_from_proto(at: str, message: pb.Member) -> Member:
         token=door.integer(at, "token", message.token, 0, door.INT64_MAX),
         place=place_from_proto(f"{at}.place", message.place),
         environment=environment or None,
+        given=shares_given_from_proto(at, message.given),
+        degraded=door.long_text(at, "degraded", message.degraded),
     )
 
 

@@ -58,10 +58,13 @@ def storable(value: Any) -> Any:
 
 def without_environments(record: Stored) -> Stored:
     if isinstance(record, Lease):
-        members = tuple(dataclasses.replace(each, environment=None) for each in record.members)
+        members = tuple(
+            dataclasses.replace(each, environment=None, given=(), degraded="")
+            for each in record.members
+        )
         return dataclasses.replace(record, members=members)
     if isinstance(record, UnclaimedRecord):
-        report = dataclasses.replace(record.report, environment={})
+        report = dataclasses.replace(record.report, environment={}, given=(), degraded="")
         return dataclasses.replace(record, report=report)
     return record
 

@@ -1,0 +1,148 @@
+"""Commands to one daemon, and what its answers mean (protocol 2)."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from gpupool.model.ids import DeviceUuid
+from gpupool_agent.devices.interfaces import MpsError, SliceLimits
+from gpupool_agent.devices.privileged import NotPermittedError, Privileged, PrivilegedError
+
+T = TypeVar("T")
+
+COMMAND_DEADLINE_S = 5.0
+QUIT_TIMEOUT_S = 2
+UNLIMITED_MIB = 9_999_999
+"""A limit that no GPU reaches: one that was set cannot be taken away."""
+
+ACTIVE = "ACTIVE"
+FAULT = "FAULT"
+UNKNOWN = "UNKNOWN"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """Most that any client of a server gets; ``memory_mib`` None: was never limited."""
+
+    share_pct: int
+    memory_mib: int | None
+
+
+def ceiling_of(slices: Iterable[SliceLimits], *, limited_before: bool) -> Ceiling:
+    """The largest slice decides: each client's own environment only tightens it."""
+    every = list(slices)
+    memory_mib: int | None = max((each.memory_mib or UNLIMITED_MIB for each in every), default=0)
+    if not limited_before and memory_mib == UNLIMITED_MIB:
+        memory_mib = None
+    return Ceiling(
+        share_pct=max((each.share_pct or 100 for each in every), default=100),
+        memory_mib=memory_mib,
+    )
+
+
+class Control:
+    """The control program of one slot. Every method raises MpsError."""
+
+    def __init__(self, privileged: Privileged, slot: str, gpu: DeviceUuid) -> None:
+        self._privileged = privileged
+        self._slot = slot
+        self._gpu = gpu
+
+    async def ask(self, *lines: str) -> list[str]:
+        """Give commands; the lines of the answer."""
+        outcome = await within(
+            self._privileged.mps_commands(self._slot, lines),
+            COMMAND_DEADLINE_S,
+            f"{lines[0].split()[0]}: the MPS daemon does not answer",
+        )
+        if outcome.exit_code:
+            said = (outcome.errors or outcome.output).strip() or f"exit code {outcome.exit_code}"
+            raise MpsError(f"{lines[0].split()[0]}: {said}")
+        return outcome.output.split("\n")[:-1] if outcome.output else []
+
+    async def set_defaults(self, ceiling: Ceiling) -> None:
+        """Set what future servers have, and read it back by the name it was set with."""
+        commands = [f"set_default_active_thread_percentage {ceiling.share_pct}"]
+        reads = {"get_default_active_thread_percentage": f"{ceiling.share_pct}.0"}
+        if ceiling.memory_mib is not None:
+            limit = f"{ceiling.memory_mib}M"
+            commands.append(f"set_default_device_pinned_mem_limit {self._gpu} {limit}")
+            reads[f"get_default_device_pinned_mem_limit {self._gpu}"] = limit
+        await self._set(commands, reads)
+
+    async def set_server(self, server: int, ceiling: Ceiling) -> None:
+        """Set what new clients of a server have, and read it back."""
+        commands = [f"set_active_thread_percentage {server} {ceiling.share_pct}"]
+        reads = {f"get_active_thread_percentage {server}": f"{ceiling.share_pct}.0"}
+        if ceiling.memory_mib is not None:
+            limit = f"{ceiling.memory_mib}M"
+            commands.append(f"set_device_pinned_mem_limit {server} {self._gpu} {limit}")
+            reads[f"get_device_pinned_mem_limit {server} {self._gpu}"] = limit
+        await self._set(commands, reads)
+
+    async def _set(self, commands: list[str], reads: dict[str, str]) -> None:
+        # Some commands echo what they have set; each read gives one line or none.
+        said = (await self.ask(*commands, *reads))[-len(reads) :]
+        if [_plain(line) for line in said] != [_plain(line) for line in reads.values()]:
+            raise MpsError(f"{'; '.join(commands)}: it reads back as {said}")
+
+    async def servers(self) -> list[int]:
+        """Process ids of the servers."""
+        return _numbers(await self.ask("get_server_list"))
+
+    async def start_server(self, uid: int) -> list[int]:
+        """Have a server for a user; process ids of all servers."""
+        return _numbers(await self.ask(f"start_server -uid {uid}", "get_server_list"))
+
+    async def status(self, server: int) -> str:
+        """State of a server; UNKNOWN where the daemon is too old to say."""
+        said = await self.ask(f"get_server_status {server}")
+        if not said or said[0].startswith("Unknown command"):
+            return UNKNOWN
+        return said[0].strip()
+
+    async def clients(self, server: int) -> list[int]:
+        """Process ids of a server's clients; none when the server is gone."""
+        said = await self.ask(f"get_client_list {server}")
+        return [int(line) for line in said if line.strip().isdecimal()]
+
+    async def terminate(self, server: int, client: int) -> bool:
+        """Tear a client's work down; whether the server did."""
+        said = await self.ask(f"terminate_client {server} {client}")
+        return said[-1:] == ["0"]
+
+    async def shut_down(self, server: int, *, force: bool) -> None:
+        """Have a server end."""
+        await self.ask(f"shutdown_server {server}{' -f' if force else ''}")
+
+    async def quit(self) -> None:
+        """Have the daemon end, and every server with it."""
+        outcome = await within(
+            self._privileged.mps_commands(self._slot, (f"quit -t {QUIT_TIMEOUT_S}",)),
+            COMMAND_DEADLINE_S,
+            "quit: the MPS daemon does not answer",
+        )
+        del outcome  # Its exit code says whether servers ended well, not whether they ended.
+
+
+async def within(work: Coroutine[Any, Any, T], deadline_s: float, late: str) -> T:
+    """Wait for a privileged action. Raises MpsError: ``late``, refused, or failed."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await work
+    except TimeoutError as error:
+        raise MpsError(f"{late} within {deadline_s:g} s") from error
+    except (NotPermittedError, PrivilegedError) as error:
+        raise MpsError(str(error)) from error
+
+
+def _numbers(lines: list[str]) -> list[int]:
+    if not all(line.strip().isdecimal() for line in lines):
+        raise MpsError(f"the MPS daemon lists servers as {lines}")
+    return [int(line) for line in lines]
+
+
+def _plain(text: str) -> str:
+    """An amount in its smaller unit: a daemon reads 1024M back as 1G."""
+    return f"{int(text[:-1]) * 1024}M" if text[:-1].isdecimal() and text[-1:] == "G" else text

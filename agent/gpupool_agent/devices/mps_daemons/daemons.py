@@ -1,0 +1,485 @@
+"""``MpsControl`` for real: one control daemon a GPU, through the privileged helper.
+
+On a GPU it goes: no foreign daemon, the found compute mode written down, the mode
+exclusive, the daemon started, defaults set and read back, a server started, a probe.
+And back the same way, checked at the end. The default of a daemon is its largest slice,
+so that the environment of a lease can only tighten what its server enforces.
+"""
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from gpupool.model.assignment import AssignmentKey
+from gpupool.model.ids import DeviceUuid, LeaseId
+from gpupool_agent.devices.interfaces import (
+    MpsError,
+    MpsStatus,
+    ProcessFacts,
+    ProcessTable,
+    SliceLimits,
+)
+from gpupool_agent.devices.mps import SLICES_MAX
+from gpupool_agent.devices.mps_daemons.control import (
+    ACTIVE,
+    COMMAND_DEADLINE_S,
+    UNKNOWN,
+    Control,
+    ceiling_of,
+    within,
+)
+from gpupool_agent.devices.mps_daemons.foreign import foreign_on, mps_processes, runs
+from gpupool_agent.devices.mps_daemons.modes import ComputeModes
+from gpupool_agent.devices.mps_daemons.records import Records, SlotRecord, slot_name
+from gpupool_agent.devices.mps_daemons.release import Release
+from gpupool_agent.devices.privileged import (
+    ComputeMode,
+    DaemonFacts,
+    MpsSlot,
+    Privileged,
+    ProbeRequest,
+)
+
+T = TypeVar("T")
+
+ACTION_DEADLINE_S = 20.0
+SERVER_DEADLINE_S = 30.0
+PROBE_DEADLINE_S = 10.0
+_LOOK_S = 0.01
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A GPU with a daemon. ``limited``: its memory default was set, ever."""
+
+    record: SlotRecord
+    limited: bool = False
+    checked_s: float = float("-inf")
+
+
+class MpsDaemons:
+    """``MpsControl`` over the helper.
+
+    ``records_dir`` is where the agent keeps what its restart must find. ``exclusive``
+    False leaves the compute mode as it is found: then a client that bypasses MPS is
+    only detected.
+    """
+
+    def __init__(
+        self,
+        *,
+        privileged: Privileged,
+        modes: ComputeModes,
+        processes: ProcessTable,
+        records_dir: Path,
+        boot_id: str,
+        exclusive: bool = True,
+        proc: Path = Path("/proc"),
+    ) -> None:
+        self._privileged = privileged
+        self._modes = modes
+        self._processes = processes
+        self._records = Records(records_dir, boot_id)
+        self._boot_id = boot_id
+        self._exclusive = exclusive
+        self._proc = proc
+        self._locks: defaultdict[DeviceUuid, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._slots = {record.gpu: _Slot(record, limited=True) for record in self._records.load()}
+        self._gpus: Callable[[], Sequence[DeviceUuid]] = tuple
+        self._pipes_left: dict[DeviceUuid, str] = {}
+        self._troubles: dict[DeviceUuid, str] = {}
+        self._tell: Callable[[DeviceUuid, str], None] | None = None
+        self._log = structlog.get_logger()
+
+    # -- what steps ask for --------------------------------------------------
+
+    async def start(self, gpu: DeviceUuid, uid: int) -> None:
+        """Have a daemon for this user on the GPU; adopts the one that a former agent left."""
+        async with self._locks[gpu]:
+            slot = self._slots.get(gpu)
+            if slot is not None and slot.record.uid != uid:
+                if slot.record.slices:
+                    raise MpsError(f"{gpu}: its MPS serves uid {slot.record.uid}, not {uid}")
+                await self._close(slot)
+                slot = None
+            if slot is not None and self._lives(slot):
+                return
+            foreign = self.foreign().get(gpu)
+            if foreign:
+                raise MpsError(f"{gpu}: {foreign}")
+            if slot is None:
+                mode = await self._modes.read(gpu) if self._exclusive else None
+                slot = _Slot(SlotRecord(gpu=gpu, uid=uid, boot_id=self._boot_id, found_mode=mode))
+            try:
+                await self._open(slot)
+            except MpsError:
+                if not slot.record.slices:
+                    await self._close(slot)
+                raise
+
+    async def set_limits(self, gpu: DeviceUuid, limits: SliceLimits) -> dict[str, str]:
+        """Admit a slice: the server's ceiling covers it, its environment confines it."""
+        async with self._locks[gpu]:
+            slot = self._need(gpu)
+            before = slot.record
+            self._check_room(before, limits)
+            self._keep(slot, before.with_slice(limits))
+            try:
+                await self._apply(slot)
+            except MpsError:
+                self._keep(slot, before)
+                raise
+            return self._environment(slot.record, limits)
+
+    async def probe(self, gpu: DeviceUuid, limits: SliceLimits) -> int:
+        """Run a client as the slice's user; gives the multiprocessors that it saw."""
+        async with self._locks[gpu]:
+            return await self._probe(self._need(gpu), limits)
+
+    async def status(self, gpu: DeviceUuid) -> MpsStatus:
+        """What runs there now."""
+        slot = self._slots.get(gpu)
+        if slot is None:
+            return MpsStatus(uid=None, healthy=True)
+        reason = self._troubles.get(gpu, "")
+        return MpsStatus(
+            uid=slot.record.uid,
+            healthy=not reason,
+            slices=tuple(slot.record.slices.values()),
+            reason=reason,
+        )
+
+    async def remove_limits(self, gpu: DeviceUuid, key: AssignmentKey, token: int) -> None:
+        """End the clients of a slice and take it away."""
+        async with self._locks[gpu]:
+            slot = self._slots.get(gpu)
+            if slot is None or (key, token) not in slot.record.slices:
+                return
+            left = slot.record.without_slice((key, token))
+            if self._lives(slot):
+                await self._end_clients(slot, key.lease_id if left.slices else None)
+            self._keep(slot, left)
+            if left.slices and self._lives(slot):
+                await self._apply(slot)
+
+    async def stop(self, gpu: DeviceUuid) -> None:
+        """End the daemon and restore the GPU's mode; refuses while slices are left."""
+        async with self._locks[gpu]:
+            slot = self._slots.get(gpu)
+            if slot is None:
+                return
+            if slot.record.slices:
+                raise MpsError(f"{gpu}: {len(slot.record.slices)} slices are left")
+            try:
+                await self._close(slot)
+            except MpsError as error:
+                self.report(gpu, f"quarantined: {error}")
+                raise
+            self.report(gpu, "")
+
+    async def verify(self, gpu: DeviceUuid) -> str:
+        """Empty when no daemon, directory or record of ours is left."""
+        name = slot_name(gpu)
+        if gpu in self._slots:
+            return "its MPS daemon is not forgotten"
+        daemon = await within(
+            self._privileged.mps_daemon(name), COMMAND_DEADLINE_S, "no answer to mps_daemon"
+        )
+        if daemon is not None:
+            return f"its MPS daemon {daemon.pid} still runs"
+        pipe = self._pipes_left.get(gpu, "")
+        if pipe and _is_directory(pipe):
+            return f"its directory {pipe} is there"
+        self._pipes_left.pop(gpu, None)
+        return ""
+
+    async def watch(
+        self,
+        gpus: Callable[[], Sequence[DeviceUuid]],
+        tell: Callable[[DeviceUuid, str], None],
+    ) -> None:
+        """Look after the daemons until cancelled."""
+        from gpupool_agent.devices.mps_daemons.watching import Watch
+
+        self._gpus, self._tell = gpus, tell
+        for gpu, reason in self._troubles.items():
+            tell(gpu, reason)
+        await Watch(self).run()
+
+    def is_own(self, process: ProcessFacts) -> bool:
+        """Whether a process is a daemon or a server of ours."""
+        own = self._own_pids()
+        return process.pid in own or any(pid in own for pid in process.ancestors[:1])
+
+    # -- what the watch asks for ---------------------------------------------
+
+    def report(self, gpu: DeviceUuid, reason: str) -> None:
+        """Tell what is wrong on a GPU, once; empty: nothing any more."""
+        if reason == self._troubles.get(gpu, ""):
+            return
+        if reason:
+            self._troubles[gpu] = reason
+            self._log.warning("mps.trouble", gpu=gpu, reason=reason)
+        else:
+            del self._troubles[gpu]
+            self._log.warning("mps.restored", gpu=gpu)
+        if self._tell is not None:
+            self._tell(gpu, reason)
+
+    def trouble(self, gpu: DeviceUuid) -> str:
+        """What was told last."""
+        return self._troubles.get(gpu, "")
+
+    def sliced(self) -> list[DeviceUuid]:
+        """GPUs with slices on them."""
+        return [gpu for gpu, slot in self._slots.items() if slot.record.slices]
+
+    def foreign(self) -> dict[DeviceUuid, str]:
+        """GPUs that a daemon of somebody else may manage."""
+        pipes = {slot.record.pipe for slot in self._slots.values()} - {""}
+        gpus = self._gpus() or tuple(self._slots)
+        return foreign_on(
+            gpus,
+            mps_processes(self._proc),
+            own_pids=self._own_pids(),
+            own_pipes=pipes,
+        )
+
+    def lock(self, gpu: DeviceUuid) -> asyncio.Lock:
+        """One thing at a time on a GPU."""
+        return self._locks[gpu]
+
+    async def examine(self, gpu: DeviceUuid, *, ask: bool) -> str:
+        """What is wrong with the daemon of a GPU; ``ask``: not only whether it runs."""
+        slot = self._slots.get(gpu)
+        if slot is None or not slot.record.slices:
+            return ""
+        gone, server = self._gone(slot), slot.record.server
+        if gone or not ask or server is None:
+            return gone
+        try:
+            state = await self._control(slot).status(server.pid)
+        except MpsError as error:
+            return self._gone(slot) or str(error)
+        if state in (ACTIVE, UNKNOWN):
+            return ""
+        return self._gone(slot) or f"its MPS server is in state {state}"
+
+    async def repair(self, gpu: DeviceUuid) -> None:
+        """Have a working daemon and server again, and show it with a probe."""
+        slot = self._slots.get(gpu)
+        if slot is None or not slot.record.slices:
+            return
+        release = self._release(slot)
+        if slot.record.daemon is None or not self._runs(slot.record.daemon):
+            if slot.record.server is not None:
+                await release.kill_server(slot.record.server.pid, slot.record.server.start_ticks)
+            await self._open(slot)
+        else:
+            await self._end_servers(slot, release)
+        await self._apply(slot)
+        await self._probe(slot, next(iter(slot.record.slices.values())))
+
+    def _gone(self, slot: _Slot) -> str:
+        daemon, server = slot.record.daemon, slot.record.server
+        if daemon is None or not self._runs(daemon):
+            return "its MPS daemon is gone"
+        if server is None or not self._runs(server):
+            return "its MPS server is gone"
+        return ""
+
+    # -- inside --------------------------------------------------------------
+
+    async def _end_clients(self, slot: _Slot, lease_id: LeaseId | None) -> None:
+        try:
+            await self._release(slot).end_clients(lease_id)
+        except MpsError as error:
+            # With the last slice the daemon goes too, by force if need be.
+            if lease_id is not None:
+                raise
+            self._log.warning("mps.release", gpu=slot.record.gpu, failed=str(error))
+
+    async def _end_servers(self, slot: _Slot, release: Release) -> None:
+        """Clients first: a server in FAULT recovers, or can be ended, without them."""
+        try:
+            await release.end_clients(None)
+            for server in await self._control(slot).servers():
+                await self._control(slot).shut_down(server, force=True)
+        except MpsError as error:
+            self._log.warning("mps.repair", gpu=slot.record.gpu, failed=str(error))
+            await release.end_daemon()
+            await self._open(slot)
+        if slot.record.server is not None:
+            await release.kill_server(slot.record.server.pid, slot.record.server.start_ticks)
+
+    async def _open(self, slot: _Slot) -> None:
+        """Have mode and daemon; the record is written before anything is changed."""
+        record = replace(slot.record, daemon=None, server=None)
+        self._keep(slot, record)
+        slot.limited = False
+        self._slots[record.gpu] = slot
+        if self._exclusive:
+            mode = ComputeMode.EXCLUSIVE_PROCESS
+            await self._do(self._privileged.set_compute_mode(record.gpu, mode), "set_compute_mode")
+        # What a former daemon has left must not be taken for this one's.
+        await self._do(self._privileged.stop_mps(record.name), "stop_mps")
+        daemon = await self._do(
+            self._privileged.start_mps(MpsSlot(name=record.name, gpu=record.gpu, uid=record.uid)),
+            "start_mps",
+        )
+        self._keep(slot, replace(slot.record, daemon=daemon))
+        self._log.info("mps.started", gpu=record.gpu, pid=daemon.pid, uid=record.uid)
+
+    async def _apply(self, slot: _Slot) -> None:
+        """Set the ceiling for future servers and new clients; have a server."""
+        control = self._control(slot)
+        ceiling = ceiling_of(slot.record.slices.values(), limited_before=slot.limited)
+        await control.set_defaults(ceiling)
+        slot.limited |= ceiling.memory_mib is not None
+        server = slot.record.server
+        if server is not None and self._runs(server):
+            await control.set_server(server.pid, ceiling)
+            return
+        deadline_s = time.monotonic() + SERVER_DEADLINE_S
+        servers = await control.start_server(slot.record.uid)
+        while True:
+            ticks = self._processes.start_ticks(servers[-1]) if servers else None
+            if ticks is None:
+                raise MpsError(f"{slot.record.gpu}: its MPS server ended at its start")
+            state = await control.status(servers[-1])
+            if state in (ACTIVE, UNKNOWN):
+                break
+            if time.monotonic() > deadline_s:
+                raise MpsError(f"{slot.record.gpu}: its MPS server stays in state {state}")
+            await asyncio.sleep(_LOOK_S)
+            servers = await control.servers()
+        facts = DaemonFacts(pid=servers[-1], start_ticks=ticks)
+        self._keep(slot, replace(slot.record, server=facts))
+
+    async def _probe(self, slot: _Slot, limits: SliceLimits) -> int:
+        gpu = slot.record.gpu
+        request = ProbeRequest(
+            slot=slot.record.name,
+            uid=limits.uid,
+            environment={
+                "CUDA_VISIBLE_DEVICES": gpu,
+                "GPUPOOL_LEASE_ID": limits.key.lease_id,
+                **self._environment(slot.record, limits),
+            },
+            deadline_s=PROBE_DEADLINE_S,
+        )
+        outcome = await within(
+            self._privileged.probe(request), PROBE_DEADLINE_S, f"{gpu}: the probe did not end"
+        )
+        if outcome.exit_code:
+            said = (outcome.errors or outcome.output).strip() or f"exit code {outcome.exit_code}"
+            raise MpsError(f"{gpu}: the probe got no client through: {said}")
+        try:
+            seen = int(json.loads(outcome.output)["sm_count"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise MpsError(f"{gpu}: the probe said {outcome.output[:200]!r}") from error
+        allowed = limits.sm_count * (limits.share_pct or 100)
+        if limits.sm_count and seen * 100 > allowed:
+            raise MpsError(
+                f"{gpu}: the probe saw {seen} multiprocessors, of {limits.share_pct} % of"
+                f" {limits.sm_count}"
+            )
+        return seen
+
+    async def _close(self, slot: _Slot) -> None:
+        """End the daemon, restore the mode, forget it; raises MpsError, and keeps it then."""
+        record = slot.record
+        release = self._release(slot)
+        self._pipes_left[record.gpu] = record.pipe or self._pipes_left.get(record.gpu, "")
+        await release.end_daemon()
+        if record.server is not None:
+            await release.kill_server(record.server.pid, record.server.start_ticks)
+        if record.found_mode is not None:
+            await self._do(
+                self._privileged.set_compute_mode(record.gpu, record.found_mode),
+                "set_compute_mode",
+            )
+            mode = await self._modes.read(record.gpu)
+            if mode is not record.found_mode:
+                raise MpsError(f"{record.gpu}: its compute mode is {mode}, not as it was found")
+        self._records.remove(record)
+        self._slots.pop(record.gpu, None)
+        self._log.info("mps.stopped", gpu=record.gpu)
+
+    async def _do(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        return await within(work, ACTION_DEADLINE_S, f"{what}: no answer")
+
+    def _lives(self, slot: _Slot) -> bool:
+        """Whether the daemon runs that the record names: same process, with its directory."""
+        known = slot.record.daemon
+        if known is None or not self._runs(known):
+            return False
+        return _is_directory(known.pipe_directory)
+
+    def _check_room(self, record: SlotRecord, limits: SliceLimits) -> None:
+        gpu = record.gpu
+        others = record.without_slice((limits.key, limits.token)).slices.values()
+        taken = sum(each.share_pct for each in others)
+        if limits.uid != record.uid:
+            raise MpsError(f"{gpu}: its MPS serves uid {record.uid}, not {limits.uid}")
+        if taken + limits.share_pct > 100:
+            raise MpsError(f"{gpu}: {taken} % are taken, {limits.share_pct} % do not fit")
+        if len(others) >= SLICES_MAX:
+            raise MpsError(f"{gpu}: it has {SLICES_MAX} slices, the most that MPS serves")
+
+    def _environment(self, record: SlotRecord, limits: SliceLimits) -> dict[str, str]:
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": record.pipe}
+        if limits.share_pct:
+            environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(limits.share_pct)
+        if limits.memory_mib:
+            environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{record.gpu}={limits.memory_mib}M"
+        return environment
+
+    def _keep(self, slot: _Slot, record: SlotRecord) -> None:
+        try:
+            self._records.save(record)
+        except OSError as error:
+            raise MpsError(f"{record.gpu}: its record cannot be written: {error}") from error
+        slot.record = record
+
+    def _need(self, gpu: DeviceUuid) -> _Slot:
+        slot = self._slots.get(gpu)
+        if slot is None or slot.record.daemon is None:
+            raise MpsError(f"{gpu}: no MPS daemon runs")
+        return slot
+
+    def _control(self, slot: _Slot) -> Control:
+        return Control(self._privileged, slot.record.name, slot.record.gpu)
+
+    def _release(self, slot: _Slot) -> Release:
+        return Release(
+            privileged=self._privileged,
+            processes=self._processes,
+            control=self._control(slot),
+            slot=slot.record.name,
+            gpu=slot.record.gpu,
+            proc=self._proc,
+        )
+
+    def _runs(self, process: DaemonFacts) -> bool:
+        return runs(self._proc, process.pid, process.start_ticks)
+
+    def _own_pids(self) -> set[int]:
+        found: set[int] = set()
+        for slot in self._slots.values():
+            for process in (slot.record.daemon, slot.record.server):
+                if process is not None:
+                    found.add(process.pid)
+        return found
+
+
+def _is_directory(path: str) -> bool:
+    """A look into memory: directories of daemons lie in /run."""
+    return Path(path).is_dir()

@@ -1,0 +1,135 @@
+"""Daemons of others on GPUs of the pool: found by the name that the kernel shows.
+
+A daemon manages the GPUs that its CUDA_VISIBLE_DEVICES names, all of them without one.
+Where its environment may not be read, it may manage any.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpupool.model.ids import DeviceUuid
+
+COMM = "nvidia-cuda-mps"
+"""Both programs' names, cut to the 15 characters that the kernel keeps."""
+
+SERVER = b"nvidia-cuda-mps-server"
+ANCESTORS_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpsProcess:
+    """A control daemon or server. ``environment`` None: it may not be read."""
+
+    pid: int
+    parent: int
+    uid: int
+    environment: dict[str, str] | None
+
+    def manages(self, gpu: DeviceUuid, index: int) -> bool:
+        """Whether it may hand out the GPU with this place in the driver's order."""
+        if self.environment is None:
+            return True
+        names = self.environment.get("CUDA_VISIBLE_DEVICES")
+        if names is None:
+            return True
+        return any(name.strip() in {gpu, str(index)} for name in names.split(","))
+
+
+def mps_processes(proc: Path) -> list[MpsProcess]:
+    """Every MPS process of the host."""
+    found: list[MpsProcess] = []
+    for directory in proc.glob("[0-9]*"):
+        try:
+            if (directory / "comm").read_text(errors="replace").strip() != COMM:
+                continue
+            environment = _environment(directory)
+            stat = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            uid = directory.stat().st_uid
+            command = (directory / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if _serves(command) and stat[0] not in {"Z", "X"}:
+            found.append(
+                MpsProcess(
+                    pid=int(directory.name),
+                    parent=int(stat[1]),
+                    uid=uid,
+                    environment=environment,
+                )
+            )
+    return found
+
+
+def foreign_on(
+    gpus: Sequence[DeviceUuid],
+    processes: list[MpsProcess],
+    *,
+    own_pids: Collection[int],
+    own_pipes: Collection[str],
+) -> dict[DeviceUuid, str]:
+    """GPUs that somebody else's daemon may manage, with the reason to refuse them.
+
+    ``gpus`` in the driver's order. Ours are known by their pid, their daemon's, or
+    their pipe directory.
+    """
+    by_pid = {process.pid: process for process in processes}
+    reasons: dict[DeviceUuid, str] = {}
+    for process in processes:
+        if _is_own(process, by_pid, own_pids, own_pipes):
+            continue
+        why = "" if process.environment is not None else ", whose GPUs cannot be read,"
+        for index, gpu in enumerate(gpus):
+            if process.manages(gpu, index):
+                reasons.setdefault(
+                    gpu,
+                    f"a foreign MPS daemon, process {process.pid} of uid {process.uid}{why}"
+                    " manages it",
+                )
+    return reasons
+
+
+def _serves(command: list[bytes]) -> bool:
+    """Tell daemons and servers from the daemon's shell, which has the same name.
+
+    A process that is just ending has no command any more, and an empty environment,
+    which would say that it manages everything.
+    """
+    return command[0].endswith(SERVER) or bool({b"-d", b"-f"} & set(command))
+
+
+def _is_own(
+    process: MpsProcess,
+    by_pid: dict[int, MpsProcess],
+    own_pids: Collection[int],
+    own_pipes: Collection[str],
+) -> bool:
+    for _ in range(ANCESTORS_MAX):
+        if process.pid in own_pids or process.parent in own_pids:
+            return True
+        environment = process.environment or {}
+        if environment.get("CUDA_MPS_PIPE_DIRECTORY") in own_pipes:
+            return True
+        parent = by_pid.get(process.parent)
+        if parent is None:
+            return False
+        process = parent
+    return False
+
+
+def _environment(directory: Path) -> dict[str, str] | None:
+    try:
+        data = (directory / "environ").read_bytes()
+    except OSError:
+        return None
+    pairs = (entry.decode(errors="replace").partition("=") for entry in data.split(b"\0") if entry)
+    return {name: value for name, _, value in pairs}
+
+
+def runs(proc: Path, pid: int, start_ticks: int) -> bool:
+    """Whether exactly this process runs: a dead one that nobody has reaped does not."""
+    try:
+        stat = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return False
+    return stat[0] not in {"Z", "X"} and int(stat[19]) == start_ticks

@@ -1,0 +1,150 @@
+"""What an agent must find again of its MPS daemons after its restart.
+
+One small file a GPU, written before anything on the GPU is changed and removed after
+all of it is undone. A file of another boot says nothing about this one: the mode and
+the processes went with the boot, and directories are made anew.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gpupool.model.assignment import AssignmentKey
+from gpupool.model.ids import DeviceUuid, LeaseId
+from gpupool_agent.devices.interfaces import SliceLimits
+from gpupool_agent.devices.privileged import ComputeMode, DaemonFacts
+
+Json = dict[str, Any]
+SliceName = tuple[AssignmentKey, int]
+
+
+def slot_name(gpu: DeviceUuid) -> str:
+    """Short name of a GPU's directories: the path of a Unix socket is short too."""
+    return hashlib.sha256(gpu.encode()).hexdigest()[:8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRecord:
+    """The daemon of one GPU. ``found_mode`` is what the GPU gets back at the end.
+
+    ``daemon`` None: it was about to be started. ``server``: the last that was seen.
+    """
+
+    gpu: DeviceUuid
+    uid: int
+    boot_id: str
+    found_mode: ComputeMode | None
+    daemon: DaemonFacts | None = None
+    server: DaemonFacts | None = None
+    slices: dict[SliceName, SliceLimits] = field(default_factory=dict[SliceName, SliceLimits])
+
+    @property
+    def pipe(self) -> str:
+        """Where clients reach the daemon; empty while there is none."""
+        return self.daemon.pipe_directory if self.daemon is not None else ""
+
+    @property
+    def name(self) -> str:
+        """Name of the slot."""
+        return slot_name(self.gpu)
+
+    def with_slice(self, limits: SliceLimits) -> "SlotRecord":
+        """The same with a slice more."""
+        return replace(self, slices={**self.slices, (limits.key, limits.token): limits})
+
+    def without_slice(self, name: SliceName) -> "SlotRecord":
+        """The same without a slice."""
+        left = {other: limits for other, limits in self.slices.items() if other != name}
+        return replace(self, slices=left)
+
+
+class Records:
+    """The files, in a directory of the agent's own."""
+
+    def __init__(self, directory: Path, boot_id: str) -> None:
+        self._directory = directory
+        self._boot_id = boot_id
+
+    def load(self) -> list[SlotRecord]:
+        """Every record of this boot; those of another one are removed."""
+        found: list[SlotRecord] = []
+        for path in sorted(self._directory.glob("*.json")):
+            try:
+                record = _record(json.loads(path.read_text(encoding="utf-8")))
+            except (OSError, ValueError, KeyError, TypeError):
+                record = None
+            if record is None or record.boot_id != self._boot_id:
+                path.unlink(missing_ok=True)
+            else:
+                found.append(record)
+        return found
+
+    def save(self, record: SlotRecord) -> None:
+        """Write one; raises OSError."""
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self._directory / f"{record.name}.json"
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(_row(record)), encoding="utf-8")
+        os.replace(beside, path)  # noqa: PTH105 - the same as Path.replace
+
+    def remove(self, record: SlotRecord) -> None:
+        """Forget one."""
+        (self._directory / f"{record.name}.json").unlink(missing_ok=True)
+
+
+def _row(record: SlotRecord) -> dict[str, Any]:
+    return {
+        "gpu": record.gpu,
+        "uid": record.uid,
+        "boot_id": record.boot_id,
+        "found_mode": record.found_mode,
+        "daemon": _process_row(record.daemon),
+        "server": _process_row(record.server),
+        "slices": [
+            {
+                "lease_id": limits.key.lease_id,
+                "rank": limits.key.rank,
+                "token": limits.token,
+                "uid": limits.uid,
+                "share_pct": limits.share_pct,
+                "memory_mib": limits.memory_mib,
+                "sm_count": limits.sm_count,
+            }
+            for limits in record.slices.values()
+        ],
+    }
+
+
+def _process_row(process: DaemonFacts | None) -> Json | None:
+    return None if process is None else asdict(process)
+
+
+def _process(row: Json | None) -> DaemonFacts | None:
+    return None if row is None else DaemonFacts(**row)
+
+
+def _record(row: dict[str, Any]) -> SlotRecord:
+    slices = [
+        SliceLimits(
+            key=AssignmentKey(lease_id=LeaseId(each["lease_id"]), rank=each["rank"]),
+            token=each["token"],
+            uid=each["uid"],
+            share_pct=each["share_pct"],
+            memory_mib=each["memory_mib"],
+            sm_count=each["sm_count"],
+        )
+        for each in row["slices"]
+    ]
+    mode = row["found_mode"]
+    return SlotRecord(
+        gpu=DeviceUuid(row["gpu"]),
+        uid=row["uid"],
+        boot_id=row["boot_id"],
+        found_mode=None if mode is None else ComputeMode(mode),
+        daemon=_process(row["daemon"]),
+        server=_process(row["server"]),
+        slices={(limits.key, limits.token): limits for limits in slices},
+    )

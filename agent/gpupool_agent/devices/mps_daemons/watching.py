@@ -1,0 +1,94 @@
+"""Looking after the daemons: whether they run, what state their servers are in.
+
+A process that ends is seen at the next look, a state every few looks, since that costs
+a program's start. What is wrong is told before it is repaired. FAULT may pass by
+itself, once the clients that it has hit are gone; it gets a little time to.
+"""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from gpupool.model.ids import DeviceUuid
+from gpupool_agent.devices.interfaces import MpsError
+from gpupool_agent.devices.mps_daemons.control import FAULT
+
+if TYPE_CHECKING:
+    from gpupool_agent.devices.mps_daemons.daemons import MpsDaemons
+
+LOOK_PERIOD_S = 0.5
+STATE_PERIOD_S = 2.0
+FOREIGN_PERIOD_S = 5.0
+FAULT_GRACE_S = 3.0
+RETRY_S_MAX = 30.0
+
+
+class Watch:
+    """The loop over every GPU."""
+
+    def __init__(self, daemons: "MpsDaemons") -> None:
+        self._daemons = daemons
+        self._state_s = self._foreign_s = float("-inf")
+        self._since_s: dict[DeviceUuid, float] = {}
+        self._retry_at_s: dict[DeviceUuid, float] = {}
+        self._retry_s: dict[DeviceUuid, float] = {}
+        self._foreign: dict[DeviceUuid, str] = {}
+        self._log = structlog.get_logger()
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            now = time.monotonic()
+            ask = now >= self._state_s + STATE_PERIOD_S
+            if ask:
+                self._state_s = now
+            if now >= self._foreign_s + FOREIGN_PERIOD_S:
+                self._foreign_s = now
+                self._look_for_foreign()
+            for gpu in self._daemons.sliced():
+                await self._look(gpu, ask=ask or gpu in self._since_s)
+            await asyncio.sleep(LOOK_PERIOD_S)
+
+    def _look_for_foreign(self) -> None:
+        found = self._daemons.foreign()
+        for gpu in set(found) | set(self._foreign):
+            reason = found.get(gpu, "")
+            if self._daemons.trouble(gpu) in ("", self._foreign.get(gpu, "")):
+                self._daemons.report(gpu, reason)
+        self._foreign = found
+
+    async def _look(self, gpu: DeviceUuid, *, ask: bool) -> None:
+        async with self._daemons.lock(gpu):
+            problem = await self._daemons.examine(gpu, ask=ask)
+            if not problem:
+                self._well(gpu)
+                return
+            now = time.monotonic()
+            since_s = self._since_s.setdefault(gpu, now)
+            if gpu not in self._retry_at_s:
+                self._daemons.report(gpu, problem)
+            if problem.endswith(FAULT) and now < since_s + FAULT_GRACE_S:
+                return
+            if now >= self._retry_at_s.get(gpu, 0.0):
+                await self._repair(gpu, problem)
+
+    async def _repair(self, gpu: DeviceUuid, problem: str) -> None:
+        self._log.warning("mps.repair", gpu=gpu, reason=problem)
+        try:
+            await self._daemons.repair(gpu)
+        except MpsError as error:
+            delay_s = self._retry_s.get(gpu, LOOK_PERIOD_S)
+            self._retry_s[gpu] = min(2 * delay_s, RETRY_S_MAX)
+            self._retry_at_s[gpu] = time.monotonic() + delay_s
+            self._daemons.report(gpu, f"{problem}; repair failed: {error}")
+        else:
+            self._well(gpu)
+
+    def _well(self, gpu: DeviceUuid) -> None:
+        if self._since_s.pop(gpu, None) is None:
+            return
+        self._retry_at_s.pop(gpu, None)
+        self._retry_s.pop(gpu, None)
+        self._daemons.report(gpu, self._foreign.get(gpu, ""))
