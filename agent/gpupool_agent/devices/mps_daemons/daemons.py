@@ -282,7 +282,7 @@ class MpsDaemons:
             if slot.record.server is not None:
                 await release.kill_server(slot.record.server.pid, slot.record.server.start_ticks)
             await self._open(slot)
-        else:
+        elif slot.record.server is not None and self._runs(slot.record.server):
             await self._end_servers(slot, release)
         await self._apply(slot)
         await self._probe(slot, next(iter(slot.record.slices.values())))

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from gpupool_agent.devices.mps_daemons.daemons import MpsDaemons
 
 LOOK_PERIOD_S = 0.5
-STATE_PERIOD_S = 2.0
-FOREIGN_PERIOD_S = 5.0
+STATE_PERIOD_S = 5.0
+FOREIGN_PERIOD_S = 10.0
 FAULT_GRACE_S = 3.0
+SILENCE_GRACE_S = 15.0
+"""A daemon that runs and does not answer may only be busy, and its repair ends clients."""
+
 RETRY_S_MAX = 30.0
 
 
@@ -35,21 +38,25 @@ class Watch:
         self._retry_at_s: dict[DeviceUuid, float] = {}
         self._retry_s: dict[DeviceUuid, float] = {}
         self._foreign: dict[DeviceUuid, str] = {}
+        self._looking: set[DeviceUuid] = set()
         self._log = structlog.get_logger()
 
     async def run(self) -> None:
-        """Look until cancelled."""
-        while True:
-            now = time.monotonic()
-            ask = now >= self._state_s + STATE_PERIOD_S
-            if ask:
-                self._state_s = now
-            if now >= self._foreign_s + FOREIGN_PERIOD_S:
-                self._foreign_s = now
-                self._look_for_foreign()
-            for gpu in self._daemons.sliced():
-                await self._look(gpu, ask=ask or gpu in self._since_s)
-            await asyncio.sleep(LOOK_PERIOD_S)
+        """Look until cancelled. A GPU that takes its time holds no other one up."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                now = time.monotonic()
+                ask = now >= self._state_s + STATE_PERIOD_S
+                if ask:
+                    self._state_s = now
+                if now >= self._foreign_s + FOREIGN_PERIOD_S:
+                    self._foreign_s = now
+                    self._look_for_foreign()
+                for gpu in self._daemons.sliced():
+                    if gpu not in self._looking:
+                        self._looking.add(gpu)
+                        group.create_task(self._look(gpu, ask=ask or gpu in self._since_s))
+                await asyncio.sleep(LOOK_PERIOD_S)
 
     def _look_for_foreign(self) -> None:
         found = self._daemons.foreign()
@@ -60,6 +67,12 @@ class Watch:
         self._foreign = found
 
     async def _look(self, gpu: DeviceUuid, *, ask: bool) -> None:
+        try:
+            await self._look_and_repair(gpu, ask=ask)
+        finally:
+            self._looking.discard(gpu)
+
+    async def _look_and_repair(self, gpu: DeviceUuid, *, ask: bool) -> None:
         async with self._daemons.lock(gpu):
             problem = await self._daemons.examine(gpu, ask=ask)
             if not problem:
@@ -69,7 +82,7 @@ class Watch:
             since_s = self._since_s.setdefault(gpu, now)
             if gpu not in self._retry_at_s:
                 self._daemons.report(gpu, problem)
-            if problem.endswith(FAULT) and now < since_s + FAULT_GRACE_S:
+            if now < since_s + _grace_s(problem):
                 return
             if now >= self._retry_at_s.get(gpu, 0.0):
                 await self._repair(gpu, problem)
@@ -92,3 +105,10 @@ class Watch:
         self._retry_at_s.pop(gpu, None)
         self._retry_s.pop(gpu, None)
         self._daemons.report(gpu, self._foreign.get(gpu, ""))
+
+
+def _grace_s(problem: str) -> float:
+    """How long a problem may last before its repair."""
+    if problem.endswith("is gone"):
+        return 0.0
+    return FAULT_GRACE_S if problem.endswith(FAULT) else SILENCE_GRACE_S
