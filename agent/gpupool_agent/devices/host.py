@@ -9,7 +9,7 @@ from gpupool_agent.devices.cdi import CdiDirectory
 from gpupool_agent.devices.hca import SysfsHcaReader
 from gpupool_agent.devices.helper_client import HelperClient, NoHelper
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
-from gpupool_agent.devices.mps import InProcessMps
+from gpupool_agent.devices.mps_daemons.real import real_mps
 from gpupool_agent.devices.nvml import NvmlDriver
 from gpupool_agent.devices.processes import ProcProcessTable
 from gpupool_agent.link import dial
@@ -35,18 +35,20 @@ class ProcHostReader:
 
 
 def real_adapters(settings: AgentSettings) -> Adapters:
-    """What an agent meets on a real host; MPS keeps its directories in ``run_dir``."""
+    """What an agent meets on a real host."""
     threads = CallThreads()
+    host = ProcHostReader()
     helper = settings.helper_socket
+    privileged = HelperClient(helper) if helper else NoHelper()
     return Adapters(
         driver=NvmlDriver(settings.sysfs_root),
-        mps=InProcessMps(settings.run_dir / "mps"),
+        mps=real_mps(settings, privileged, host.read().boot_id),
         hcas=SysfsHcaReader(settings.sysfs_root),
-        host=ProcHostReader(),
+        host=host,
         processes=ProcProcessTable(),
         dial=dial,
         driver_calls=BlockingCalls("driver", threads),
         disk_calls=BlockingCalls("disk", threads),
         cdi=CdiDirectory(settings.cdi_dir) if settings.cdi_dir else None,
-        privileged=HelperClient(helper) if helper else NoHelper(),
+        privileged=privileged,
     )

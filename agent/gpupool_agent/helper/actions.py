@@ -6,6 +6,7 @@ slot go one after the other; those on another do not wait for them.
 
 import asyncio
 import signal
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any, assert_never
@@ -36,6 +37,10 @@ from gpupool_agent.helper.settings import HelperSettings
 
 WAITING_MAX = 16
 """Actions that may wait for one GPU or slot."""
+
+
+OWN_PROBE = (sys.executable, "-m", "gpupool_agent.devices.mps_daemons.probe")
+"""Makes a CUDA context and tells what the slice gives it."""
 
 
 class Actions:
@@ -135,9 +140,7 @@ class Actions:
         return _outcome(ended)
 
     async def _probe(self, action: Probe) -> dict[str, Any]:
-        program = self._settings.probe_program
-        if not program:
-            raise FailedError("no probe program is set (probe_program)")
+        program = self._settings.probe_program or OWN_PROBE
         record, pipe = self._mps.record(action.slot), str(self._mps.pipe(action.slot))
         if record is None or record.uid != action.uid:
             raise RefusedError(f"uid: slot {action.slot} does not serve {action.uid}")

@@ -54,7 +54,7 @@ class HelperSettings:
         "nvidia-cuda-mps-control", "MPS's control program, by name or path."
     )
     probe_program: tuple[str, ...] = _setting(
-        (), "Program and arguments that try a slice as its user. Empty: no probes."
+        (), "Program and arguments that try a slice as its user. Empty: the pool's own."
     )
     smi_program: str = _setting("nvidia-smi", "Program that resets GPUs, by name or path.")
     cdi_dir: Path = field(

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from tests.core_world import PlayedNode, World, environment, part
+from tests.core_world import World, part
+from tests.played_node import PlayedNode, environment
 
 from gpupool.model.assignment import AssignmentReport, AssignmentState, Report
 from gpupool.model.ids import DeviceUuid
