@@ -51,6 +51,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--version", action="version", version=f"gpupool-agent {agent_version()}")
     found.add_argument("--config", type=Path, metavar="FILE", help="settings file (TOML)")
     found.add_argument(
+        "--check", action="store_true", help="check the settings, print them all, and exit"
+    )
+    found.add_argument(
         "--ready-file",
         type=Path,
         metavar="FILE",
@@ -69,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent until SIGTERM or SIGINT; gives the exit code."""
     flags = vars(parser().parse_args(arguments))
-    config, ready_file = flags.pop("config"), flags.pop("ready_file")
+    config, ready_file, check = (flags.pop(name) for name in ("config", "ready_file", "check"))
     given = {key: value for key, value in flags.items() if value is not None}
     configure_log()
     log = structlog.get_logger()
@@ -84,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"gpupool-agent: {error}", file=sys.stderr)
         return EXIT_SETTINGS
+    if check:
+        print_settings(settings)
+        return 0
     set_level(settings.log_level)
     try:
         asyncio.run(serve(settings, ready_file, load))
@@ -91,6 +97,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.critical("agent.cannot_start", reason=str(error))
         return EXIT_CANNOT_START
     return 0
+
+
+def print_settings(settings: AgentSettings) -> None:
+    """All of them, as they are in the end."""
+    try:
+        for each in sorted(fields(settings), key=lambda field: field.name):
+            print(f"{each.name} = {getattr(settings, each.name)}")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has seen enough, as head has; what is left goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 async def serve(

@@ -87,9 +87,10 @@ def _run(
         log.info("allocator.starting", version=__version__)
 
         def tell(found: keeper.Ports) -> None:
-            if ready_file is not None:
-                daemon.write_ready_file(ready_file, found)
+            # The keeper first: from here on a crash is one of an allocator that has served.
             told(found)
+            if ready_file is not None:
+                daemon.write_ready_file(ready_file, found, must=ports is None)
 
         wanted = settings if ports is None else daemon.on_ports(settings, ports)
         try:

@@ -1,6 +1,7 @@
 """Puts the allocator together, serves, and takes it apart in order."""
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
@@ -260,8 +261,20 @@ def _announce(settings: AllocatorSettings, epoch: int, ports: Ports) -> None:
     systemd.notify(f"READY=1\nSTATUS=serving gRPC on port {ports.grpc}, HTTP on port {ports.http}")
 
 
-def write_ready_file(file: Path, ports: Ports) -> None:
-    """Tells whoever started it where, and as which process, it serves."""
+def write_ready_file(file: Path, ports: Ports, *, must: bool) -> None:
+    """Tells whoever started it where, and as which process, it serves.
+
+    Raises OSError where it ``must``: at a first start somebody waits for the file. Later
+    nobody is helped by an allocator that ends because of it.
+    """
     written = file.with_name(f".{file.name}.{os.getpid()}")
-    written.write_text(json.dumps({**dataclasses.asdict(ports), "pid": os.getpid()}) + "\n")
-    written.replace(file)
+    try:
+        text = json.dumps({**dataclasses.asdict(ports), "pid": os.getpid()}) + "\n"
+        written.write_text(text)
+        written.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            written.unlink(missing_ok=True)
+        if must:
+            raise
+        log.warning("ready_file.failed", file=str(file), reason=str(error))

@@ -65,12 +65,15 @@ def keep(serve: Serve) -> int:
     """
     # Only taken where they are waited for: none is lost between a fork and what follows.
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
+    # Whoever started this process may have ignored it: then no child's end would be told.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     ports: Ports | None = None
     died_young = 0
     while True:
         child = _Child(serve, ports)
         code, stopped = child.wait()
-        if stopped and -code in FORWARDED:
+        if stopped and code < 0:
+            # It is gone, as asked, and whatever ended it has left the store right.
             return 0
         crashed = code < 0 or code == EXIT_CRASHED
         if stopped or not crashed or child.served is None:

@@ -61,7 +61,7 @@ class Daemon:
 
     def __init__(self, folder: Path, **settings: object) -> None:
         self.state_dir = folder / "state"
-        self._ready = folder / "ready.json"
+        self.ready = folder / "ready.json"
         self._log = folder / "allocator.log"
         self._settings = {
             "grpc_address": "127.0.0.1:0",
@@ -81,7 +81,7 @@ class Daemon:
 
     def launch(self) -> subprocess.Popen[bytes]:
         """Starts the process without waiting for it."""
-        self._ready.unlink(missing_ok=True)
+        self.ready.unlink(missing_ok=True)
         flags = [
             part
             for key, value in self._settings.items()
@@ -89,7 +89,7 @@ class Daemon:
         ]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gpupool_allocator", *flags, "--ready-file", self._ready],
+                [sys.executable, "-m", "gpupool_allocator", *flags, "--ready-file", self.ready],
                 stderr=log,
             )
         return self.process
@@ -98,12 +98,12 @@ class Daemon:
         """Starts and waits until it serves. DidNotStartError."""
         process = self.launch()
         deadline = time.monotonic() + START_S
-        while not self._ready.exists():
+        while not self.ready.exists():
             if process.poll() is not None:
                 raise DidNotStartError(process.returncode, self.log())
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.01)
-        ports = json.loads(self._ready.read_text())
+        ports = json.loads(self.ready.read_text())
         # The same ports after a restart, as an operator would have.
         self.pid, self.grpc, self.http = ports["pid"], ports["grpc"], ports["http"]
         self._settings["grpc_address"] = f"127.0.0.1:{self.grpc}"
@@ -118,13 +118,13 @@ class Daemon:
 
     def crash(self) -> None:
         """SIGKILL of the process that serves, where a keeper replaces it."""
-        self._ready.unlink()
+        self.ready.unlink()
         os.kill(self.pid, signal.SIGKILL)
 
     def replaced(self) -> bool:
         """Whether the keeper's next process serves; then ``pid`` is its."""
-        if self._ready.exists():
-            self.pid = json.loads(self._ready.read_text())["pid"]
+        if self.ready.exists():
+            self.pid = json.loads(self.ready.read_text())["pid"]
             return True
         return False
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +64,19 @@ async def test_a_killed_allocator_is_back_on_its_ports_with_all_that_it_had(
             assert back.welcome.epoch == 2
             await calls.acquire("r2", whole(), wait_s=10)
     assert "allocator.starts_anew" in daemon.log()
+
+
+@one_loop
+async def test_a_ready_file_that_cannot_be_written_again_ends_nobody(daemon: Daemon) -> None:
+    daemon.start()
+    daemon.ready.unlink()
+    # A folder in its place cannot be replaced by a file.
+    daemon.ready.mkdir()
+    os.kill(daemon.pid, signal.SIGKILL)
+    await until(lambda: epoch(daemon) == 2)
+    await until(lambda: "ready_file.failed" in daemon.log())
+    assert not list(daemon.ready.parent.glob(".ready*"))
+    assert daemon.is_alive
 
 
 @one_loop

@@ -18,6 +18,9 @@ from gpupool_allocator.core.settling import settle_assignments
 from gpupool_allocator.core.state import State
 from gpupool_allocator.core.unclaimed import forget_unclaimed
 
+SPREAD_S_MAX = 600.0
+"""Longest time over which agents are told to spread their return."""
+
 PROTOCOL_REVISION = 1
 """The node protocol that this allocator speaks."""
 
@@ -56,7 +59,9 @@ def connect(state: State, event: NodeConnected, now: float) -> None:
                 allocator_version=state.settings.version,
                 heartbeat_timeout_s=state.settings.heartbeat_timeout_s,
                 report_interval_s=state.settings.report_interval_s,
-                reconnect_spread_s=len(state.nodes) / state.settings.reconnects_per_s,
+                reconnect_spread_s=min(
+                    SPREAD_S_MAX, len(state.nodes) / state.settings.reconnects_per_s
+                ),
                 forward_key=event.forward_key,
             ),
         )

@@ -197,7 +197,8 @@ class NodeEntry:
 
     ``welcomed``: it has heard of this term's epoch from this very process. ``behind``:
     a revision that it had not accepted when it spoke, and when that was noticed.
-    ``unclaimed`` names what it runs and the pool does not know, ``faults`` what it has
+    ``unclaimed`` names what it runs and the pool does not know, and whether it was told
+    that something of the book overlaps it, ``faults`` what it has
     found wrong. ``seen_before_unix_s``: its last word before the one that is being taken
     in.
     """
@@ -219,7 +220,7 @@ class NodeEntry:
         default_factory=dict[AssignmentKey, MemberEntry]
     )
     held_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
-    unclaimed: dict[AssignmentKey, None] = field(default_factory=dict[AssignmentKey, None])
+    unclaimed: dict[AssignmentKey, bool] = field(default_factory=dict[AssignmentKey, bool])
     faults: dict[FaultName, None] = field(default_factory=dict[FaultName, None])
 
     def heard(self, unix_s: float) -> None:

@@ -83,7 +83,7 @@ def _add_unclaimed(state: State, record: UnclaimedRecord) -> None:
     if record.node_id not in state.nodes:
         _add_node(state, record.node_id, None)
     state.unclaimed[record.report.key] = record
-    state.nodes[record.node_id].unclaimed[record.report.key] = None
+    state.nodes[record.node_id].unclaimed[record.report.key] = False
 
 
 def _add_lease(state: State, record: Lease, now: float, unix_s: float) -> None:

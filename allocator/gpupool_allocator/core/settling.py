@@ -7,6 +7,7 @@ taken for lost before the node has accepted a desired state that told it.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from gpupool.model.assignment import AssignmentReport, AssignmentState, DeviceReport, Report
 from gpupool.model.lease import LeaseState, MemberState
@@ -24,6 +25,8 @@ from gpupool_allocator.core.unclaimed import forget_unclaimed, keep_unclaimed
 
 def take_report(state: State, node: NodeEntry, report: Report, now: float) -> None:
     """Takes in all of a report but its inventory."""
+    # A revision that was never sent cannot have been accepted.
+    report = replace(report, accepted_revision=min(report.accepted_revision, node.revision))
     if report.full:
         _settle_holders(state, node, report)
     take_device_reports(state, node, report.devices)

@@ -19,27 +19,35 @@ def keep_unclaimed(state: State, node: NodeEntry, report: AssignmentReport) -> N
     """Takes in an assignment that the pool does not know."""
     if report.key in state.unclaimed or report.place is None:
         return
-    record = UnclaimedRecord(node_id=node.node_id, report=report)
+    # What a node runs is on it, whatever name it had when the work was placed.
+    here = replace(report, place=replace(report.place, node_id=node.node_id))
+    record = UnclaimedRecord(node_id=node.node_id, report=here)
     state.unclaimed[report.key] = record
-    node.unclaimed[report.key] = None
+    node.unclaimed[report.key] = False
     state.out.put("unclaimed", _key(record), Put(record=record))
     _record(state, "assignment.unclaimed", record, "the store does not know the lease")
-    book_unclaimed(state, node.node_id)
+    _book(state, node, record)
 
 
 def book_unclaimed(state: State, node_id: NodeId) -> None:
     """Books unclaimed assignments of a node, as soon as nothing of the book overlaps them."""
-    for key in state.nodes[node_id].unclaimed:
-        record = state.unclaimed[key]
-        place = record.report.place
-        if place is None or state.books.place_of(key) is not None:
-            continue
-        try:
-            state.books.book(key, place, uid=record.report.uid, restored=True)
-        except BookingError as overlap:
-            # The lease that the old copy has on these devices holds them for now. Its
-            # node refuses its older token, so it fails and makes room.
-            state.out.record("assignment.overlaps", node_id, str(overlap))
+    node = state.nodes[node_id]
+    for key in node.unclaimed:
+        _book(state, node, state.unclaimed[key])
+
+
+def _book(state: State, node: NodeEntry, record: UnclaimedRecord) -> None:
+    key, place = record.report.key, record.report.place
+    if place is None or state.books.place_of(key) is not None:
+        return
+    try:
+        state.books.book(key, place, uid=record.report.uid, restored=True)
+    except BookingError as overlap:
+        # The lease that the old copy has on these devices holds them for now. Its
+        # node refuses its older token, so it fails and makes room.
+        if not node.unclaimed[key]:
+            node.unclaimed[key] = True
+            state.out.record("assignment.overlaps", node.node_id, str(overlap))
 
 
 def drop_unclaimed(state: State, record: UnclaimedRecord, cause: str) -> None:

@@ -37,7 +37,7 @@ class ForgetfulDaemon(Daemon):
 
     def launch(self) -> subprocess.Popen[bytes]:
         """Starts it in place of the real one, with the same settings."""
-        self._ready.unlink(missing_ok=True)
+        self.ready.unlink(missing_ok=True)
         flags = [
             part
             for key, value in self._settings.items()
@@ -45,7 +45,7 @@ class ForgetfulDaemon(Daemon):
         ]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, FORGETFUL, *flags, "--ready-file", self._ready], stderr=log
+                [sys.executable, FORGETFUL, *flags, "--ready-file", self.ready], stderr=log
             )
         return self.process
 

@@ -1,5 +1,7 @@
 """Settings of the agent: file, environment, flags, and refusals that name the key."""
 
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -81,3 +83,35 @@ def test_a_value_of_the_wrong_kind_in_the_file_is_refused(tmp_path: Path) -> Non
 
 def test_another_host_is_accepted_without_tls_when_that_is_said() -> None:
     assert AgentSettings(allocators=("10.0.0.1:7070",), insecure=True).insecure
+
+
+def run_check(file: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gpupool_agent", "--check", "--config", str(file), *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_check_prints_what_is_in_force_and_starts_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "agent.toml"
+    file.write_text('node_id = "h100-01"\n')
+    done = run_check(file, "--usage-period-s", "7")
+    assert done.returncode == 0
+    assert {"node_id = h100-01", "usage_period_s = 7.0"} <= set(done.stdout.splitlines())
+    file.write_text("node_id = 7\n")
+    refused = run_check(file)
+    assert (refused.returncode, refused.stdout) == (78, "")
+    assert "node_id" in refused.stderr
+
+
+@pytest.mark.parametrize("program", ["agent", "helper"])
+def test_without_its_libraries_a_program_says_what_to_install(program: str) -> None:
+    script = (
+        "import sys; sys.modules['structlog'] = None; sys.argv[1:] = ['--help']; "
+        f"from gpupool_agent import entry; sys.exit(entry.{program}())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 69
+    assert "structlog is not installed" in done.stderr
+    assert "[agent]" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -135,6 +135,23 @@ def test_a_child_that_was_killed_is_replaced_on_the_same_ports(
         assert keeper.resting().pid not in (first.pid, second.pid)
 
 
+def test_a_child_that_is_killed_while_it_stops_has_stopped(tmp_path: Path) -> None:
+    with kept(tmp_path, RESTS) as keeper:
+        child = keeper.resting()
+        child.suspend()
+        keeper.process.send_signal(signal.SIGTERM)
+        child.kill()
+        assert keeper.outcome() == 0
+        assert len(keeper.lines()) == 1
+
+
+def test_children_are_seen_to_end_where_their_end_was_ignored_before(tmp_path: Path) -> None:
+    with kept(tmp_path, "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + RESTS) as keeper:
+        keeper.resting().kill()
+        keeper.resting()
+        assert len(keeper.lines()) == 2
+
+
 def test_a_child_that_ends_itself_to_start_anew_is_replaced(tmp_path: Path) -> None:
     crashes = """
     def child(number, told):
