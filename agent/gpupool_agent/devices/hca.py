@@ -11,7 +11,7 @@ from gpupool.model.inventory import UNKNOWN_GUID, Hca, HcaPort
 from gpupool_agent.core.readings import PortCounters
 from gpupool_agent.devices.hca_counters import CounterReader
 from gpupool_agent.devices.pci import numa_node, pci_path
-from gpupool_agent.devices.sysfs import read_int, read_text
+from gpupool_agent.devices.sysfs import names_in, read_int, read_text, real_path
 
 GUID = re.compile(r"[0-9a-f]{16}")
 RATE = re.compile(r"(?P<gbps>\d+(?:\.\d+)?) Gb/sec(?: \((?P<width>\d+)X(?: (?P<speed>\w+))?\))?")
@@ -35,81 +35,73 @@ class SysfsHcaReader:
         """Counters of every port that has some."""
         return tuple(
             counters
-            for path in self._adapters()
-            for number in _port_numbers(path)
-            if (counters := self._counters.read(path, number)) is not None
+            for adapter in self._adapters()
+            for number in _port_numbers(adapter)
+            if (counters := self._counters.read(adapter, number)) is not None
         )
 
-    def _adapters(self) -> list[Path]:
-        root = self._sysfs / "class" / "infiniband"
-        try:
-            return sorted(root.iterdir())
-        except OSError:
-            return []
+    def _adapters(self) -> list[str]:
+        root = f"{self._sysfs}/class/infiniband"
+        return [f"{root}/{name}" for name in sorted(names_in(root))]
 
-    def _hca(self, path: Path) -> Hca:
-        device = path / "device"
-        there = device.exists()
+    def _hca(self, path: str) -> Hca:
+        device = f"{path}/device"
         return Hca(
-            name=path.name,
-            node_guid=_guid(read_text(path / "node_guid")) or UNKNOWN_GUID,
-            system_image_guid=_guid(read_text(path / "sys_image_guid")),
-            pci_address=device.resolve().name if there else "",
-            pci_path=pci_path(device) if there else "",
+            name=path.rpartition("/")[2],
+            node_guid=_guid(read_text(f"{path}/node_guid")) or UNKNOWN_GUID,
+            system_image_guid=_guid(read_text(f"{path}/sys_image_guid")),
+            pci_address=real_path(device).rpartition("/")[2],
+            pci_path=pci_path(device),
             numa_node=numa_node(device),
-            firmware=_word(path / "fw_ver"),
-            hca_type=_word(path / "hca_type"),
-            board_id=_word(path / "board_id"),
+            firmware=_word(f"{path}/fw_ver"),
+            hca_type=_word(f"{path}/hca_type"),
+            board_id=_word(f"{path}/board_id"),
             bonded=self._is_bonded(path),
             ports=tuple(_port(path, number) for number in _port_numbers(path)),
         )
 
-    def _is_bonded(self, path: Path) -> bool:
+    def _is_bonded(self, path: str) -> bool:
         """Whether the kernel has joined its ports: by its name, or by its network device."""
-        if BOND_NAME in path.name:
+        if BOND_NAME in path.rpartition("/")[2]:
             return True
         # Only the first: entries that are not used answer EINVAL.
-        netdev = _word(path / "ports" / "1" / "gid_attrs" / "ndevs" / "0")
+        netdev = _word(f"{path}/ports/1/gid_attrs/ndevs/0")
         return bool(netdev) and (self._sysfs / "class" / "net" / netdev / "bonding").is_dir()
 
 
-def _port_numbers(path: Path) -> list[int]:
-    try:
-        names = [each.name for each in (path / "ports").iterdir()]
-    except OSError:
-        return []
-    return sorted(int(name) for name in names if name.isdecimal())
+def _port_numbers(adapter: str) -> list[int]:
+    return sorted(int(name) for name in names_in(f"{adapter}/ports") if name.isdecimal())
 
 
-def _port(adapter: Path, number: int) -> HcaPort:
-    path = adapter / "ports" / str(number)
-    rate = RATE.match(read_text(path / "rate"))
+def _port(adapter: str, number: int) -> HcaPort:
+    path = f"{adapter}/ports/{number}"
+    rate = RATE.match(read_text(f"{path}/rate"))
     return HcaPort(
         number=number,
-        port_guid=_guid(":".join(read_text(path / "gids" / "0").split(":")[4:])) or UNKNOWN_GUID,
-        lid=_lid(path / "lid"),
-        sm_lid=_lid(path / "sm_lid"),
-        state=_state(path / "state"),
-        phys_state=_state(path / "phys_state"),
+        port_guid=_guid(":".join(read_text(f"{path}/gids/0").split(":")[4:])) or UNKNOWN_GUID,
+        lid=_lid(f"{path}/lid"),
+        sm_lid=_lid(f"{path}/sm_lid"),
+        state=_state(f"{path}/state"),
+        phys_state=_state(f"{path}/phys_state"),
         rate_mbps=round(float(rate["gbps"]) * 1000) if rate else 0,
         width=int(rate["width"] or 0) if rate else 0,
         speed=(rate["speed"] or "") if rate else "",
-        link_layer=_word(path / "link_layer"),
+        link_layer=_word(f"{path}/link_layer"),
     )
 
 
-def _state(path: Path) -> str:
+def _state(path: str) -> str:
     """Text of a state, as "ACTIVE" for "4: ACTIVE"."""
     return _printable(read_text(path).partition(":")[2].strip())
 
 
-def _lid(path: Path) -> int:
+def _lid(path: str) -> int:
     lid = read_int(path, unknown=0)
     # What is above is no address of a port.
     return lid if 0 <= lid < 0xC000 else 0
 
 
-def _word(path: Path) -> str:
+def _word(path: str) -> str:
     return _printable(read_text(path))
 
 

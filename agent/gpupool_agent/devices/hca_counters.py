@@ -6,9 +6,9 @@ another one. Values may be text, and whole folders may be missing.
 """
 
 import errno
-from pathlib import Path
 
 from gpupool_agent.core.readings import PortCounters
+from gpupool_agent.devices.sysfs import names_in, read_file
 
 WORD_BYTES = 4
 """InfiniBand counts data in words of four bytes; so do the files of RoCE ports."""
@@ -64,7 +64,7 @@ class CounterReader:
 
     def __init__(self) -> None:
         self._guids: dict[str, str] = {}
-        self._refused: dict[str, set[Path]] = {}
+        self._refused: dict[str, set[str]] = {}
 
     def keep(self, guids: dict[str, str]) -> None:
         """Forget what refused of adapters that are gone, or others by now; GUIDs by name."""
@@ -75,14 +75,16 @@ class CounterReader:
         }
         self._guids = guids
 
-    def read(self, adapter: Path, port: int) -> PortCounters | None:
+    def read(self, adapter: str, port: int) -> PortCounters | None:
         """Counters of one port; None where it has none that can be read."""
+        hca = adapter.rpartition("/")[2]
         values: dict[str, int] = {}
         saturated: list[str] = []
         for folder, names in FOLDERS:
-            for name in names:
-                path = adapter / "ports" / str(port) / folder / name
-                value = self._value(adapter.name, path)
+            path = f"{adapter}/ports/{port}/{folder}"
+            there = names_in(path)
+            for name in [name for name in names if name in there]:
+                value = self._value(hca, f"{path}/{name}")
                 if value is None:
                     continue
                 if name in DATA:
@@ -93,18 +95,16 @@ class CounterReader:
                     saturated.append(name)
         if not values:
             return None
-        return PortCounters(
-            hca=adapter.name, port=port, values=values, saturated=frozenset(saturated)
-        )
+        return PortCounters(hca=hca, port=port, values=values, saturated=frozenset(saturated))
 
-    def _value(self, adapter: str, path: Path) -> int | None:
-        if path in self._refused.get(adapter, ()):
+    def _value(self, hca: str, path: str) -> int | None:
+        if path in self._refused.get(hca, ()):
             return None
         try:
-            text = path.read_text(encoding="ascii", errors="replace").strip()
+            text = read_file(path)
         except OSError as error:
             if error.errno == errno.EINVAL:
-                self._refused.setdefault(adapter, set()).add(path)
+                self._refused.setdefault(hca, set()).add(path)
             return None
         # "N/A (no PMA)" and the like are no numbers.
         return int(text) if text.isdecimal() else None
