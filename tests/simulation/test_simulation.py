@@ -155,7 +155,7 @@ class Simulation:
         for machine in self.machines.values():
             assert machine.node is not None
             assert machine.processes == {}
-            assert machine.node.hello(agent_version="", agent_instance_id="").assignments == ()
+            assert machine.node.assignments() == ()
 
     def trace(self) -> list[str]:
         """What happened, for comparison and for reading."""

@@ -10,6 +10,7 @@ The parts: ``fence`` (whose orders count), ``book`` (the assignments), ``devices
 on alone) and ``reporting`` (what the allocator hears).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -151,7 +152,9 @@ class Node:
             agent_instance_id=agent_instance_id,
             protocol_revisions=PROTOCOL_REVISIONS,
             inventory=self._inventory,
-            assignments=self.assignments(),
+            # Those too that ended while nobody listened: else they would be taken for lost,
+            # and prepared again.
+            assignments=tuple(self._reports()),
             devices=self.devices(),
             highest_epoch=self._fence.epoch,
         )
@@ -159,10 +162,12 @@ class Node:
     def assignments(self) -> tuple[AssignmentReport, ...]:
         """What is on the node and has not ended, with its places."""
         return tuple(
-            kept.report(with_place=True, degraded=self._devices.degraded(kept))
-            for kept in self._book.kept.values()
-            if kept.state is not AssignmentState.ENDED
+            report for report in self._reports() if report.state is not AssignmentState.ENDED
         )
+
+    def _reports(self) -> Iterator[AssignmentReport]:
+        for kept in self._book.kept.values():
+            yield kept.report(with_place=True, degraded=self._devices.degraded(kept))
 
     @property
     def hcas(self) -> tuple[Hca, ...]:

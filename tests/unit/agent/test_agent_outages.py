@@ -206,3 +206,17 @@ def test_a_hot_added_device_is_reported_without_a_restart() -> None:
         "GPU-1",
     ]
     assert [(each.uuid, each.clean) for each in told[-1].devices] == [("GPU-1", True)]
+
+
+def test_what_ended_while_nobody_listened_is_said_at_the_next_connection() -> None:
+    """Else the allocator would take it for lost, and have it prepared again."""
+    bench = Bench(0, 1)
+    bench.desire(1, assignment("a", 1, whole(0), disconnect_s=600))
+    bench.send(Disconnected())
+    bench.wait(700)
+    bench.read()
+    assert bench.node.assignments() == ()
+    hello = bench.node.hello(agent_version="1", agent_instance_id="x")
+    assert [(each.key.lease_id, each.state) for each in hello.assignments] == [
+        ("a", AssignmentState.ENDED)
+    ]
