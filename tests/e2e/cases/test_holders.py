@@ -52,14 +52,21 @@ def is_free(pool: Pool) -> bool:
     return only_device(pool).state == pool_pb2.DEVICE_STATE_FREE
 
 
+def command_of(holder: subprocess.Popen[str]) -> int:
+    """The process that it runs under its lease, once it does."""
+    children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
+    (command,) = eventually("the command", lambda: children.read_text().split())
+    return int(command)
+
+
 def orphaned(holder: subprocess.Popen[str]) -> int:
     """kill -9 of a holder; the command that it ran goes on."""
-    (command,) = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
+    command = command_of(holder)
     holder.kill()
     holder.wait()
     assert holder.stdout is not None
     holder.stdout.close()
-    return int(command)
+    return command
 
 
 def test_c77_a_killed_holders_gpu_is_offered_again_within_two_seconds(
@@ -70,6 +77,7 @@ def test_c77_a_killed_holders_gpu_is_offered_again_within_two_seconds(
         # The command is not on the GPU, and so is nobody's business.
         holder = hold(pool, sockets, "sleep", "600")
         eventually("the lease", lambda: pool.leases(ACTIVE))
+        command_of(holder)
         killed_at = time.monotonic()
         orphan = orphaned(holder)
         try:
