@@ -32,7 +32,7 @@ _DEVICE_FIELDS: dict[str, tuple[str, Any]] = {
     "nvlinks_expected": ("links_expected", 0),
     "nvlink_peers": ("peers", {}),
 }
-# Every field of a device that a record may have; what it lacks has the model's default.
+# Every field that a record may have; what it lacks has the model's default.
 _DEVICE_NAMES = {
     "uuid": "uuid",
     "model": "model",
@@ -61,6 +61,21 @@ _PORT_FIELDS: dict[str, tuple[str, Any]] = {
     "expected_rate_mbps": ("expected_mbps", 0),
     "rail": ("rail", None),
 }
+_HCA_NAMES = {
+    "name": "name",
+    "guid": "node_guid",
+    "pci": "pci_address",
+    "numa": "numa_node",
+} | {key: name for name, (key, _) in _HCA_FIELDS.items()}
+_PORT_NAMES = {
+    "number": "number",
+    "guid": "port_guid",
+    "link_layer": "link_layer",
+    "lid": "lid",
+    "sm_lid": "sm_lid",
+    "state": "state",
+    "rate_mbps": "rate_mbps",
+} | {key: name for name, (key, _) in _PORT_FIELDS.items()}
 
 
 def _set_fields(item: object, fields: dict[str, tuple[str, Any]]) -> Json:
@@ -69,8 +84,8 @@ def _set_fields(item: object, fields: dict[str, tuple[str, Any]]) -> Json:
     return {key: values[key] for key, default in fields.values() if values[key] != default}
 
 
-def _given_fields(shape: Json, fields: dict[str, tuple[str, Any]]) -> dict[str, Any]:
-    return {name: shape[key] for name, (key, _) in fields.items() if key in shape}
+def _given_fields(shape: Json, names: dict[str, str]) -> dict[str, Any]:
+    return {names[key]: shape[key] for key in shape if key in names}
 
 
 def _device_to_json(device: Device) -> Json:
@@ -95,8 +110,7 @@ def _device_to_json(device: Device) -> Json:
 
 
 def _device_from_json(shape: Json) -> Device:
-    names = _DEVICE_NAMES
-    return Device(**{names[key]: shape[key] for key in shape if key in names})
+    return Device(**_given_fields(shape, _DEVICE_NAMES))
 
 
 def _port_to_json(port: HcaPort) -> Json:
@@ -113,16 +127,7 @@ def _port_to_json(port: HcaPort) -> Json:
 
 
 def _port_from_json(shape: Json) -> HcaPort:
-    return HcaPort(
-        number=shape["number"],
-        port_guid=shape["guid"],
-        lid=shape.get("lid", 0),
-        sm_lid=shape.get("sm_lid", 0),
-        state=shape.get("state", ""),
-        rate_mbps=shape.get("rate_mbps", 0),
-        link_layer=shape["link_layer"],
-        **_given_fields(shape, _PORT_FIELDS),
-    )
+    return HcaPort(**_given_fields(shape, _PORT_NAMES))
 
 
 def _hca_to_json(hca: Hca) -> Json:
@@ -137,14 +142,8 @@ def _hca_to_json(hca: Hca) -> Json:
 
 
 def _hca_from_json(shape: Json) -> Hca:
-    return Hca(
-        name=shape["name"],
-        node_guid=shape["guid"],
-        pci_address=shape.get("pci", ""),
-        numa_node=shape.get("numa", -1),
-        ports=tuple(_port_from_json(each) for each in shape.get("ports", ())),
-        **_given_fields(shape, _HCA_FIELDS),
-    )
+    ports = tuple(_port_from_json(each) for each in shape.get("ports", ()))
+    return Hca(**_given_fields(shape, _HCA_NAMES), ports=ports)
 
 
 def _inventory_to_json(inventory: NodeInventory) -> Json:

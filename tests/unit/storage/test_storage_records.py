@@ -272,12 +272,17 @@ def test_adapters_that_cannot_be_read_are_none_until_their_node_tells_them(damag
     assert node_stored_as(value[:start] + damaged + b"]}}") == NODE
 
 
-def test_what_a_devices_record_leaves_out_is_what_0_1_0_meant_by_it() -> None:
+def test_what_a_record_leaves_out_is_what_0_1_0_meant_by_it() -> None:
     """The model may get other defaults one day, records may not."""
-    value = encode(with_hcas(0)).value or b""
-    device = b'"devices":[{"uuid":"GPU-1","model":"H100","index":3}]'
-    (found,) = node_stored_as(value.replace(b'"devices":[]', device)).inventory.devices
-    assert dataclasses.asdict(found) == {
+    port = {"number": 1, "guid": "0" * 16, "link_layer": "InfiniBand"}
+    shape = {
+        "devices": [{"uuid": "GPU-1", "model": "H100", "index": 3}],
+        "hcas": [{"name": "mlx5_0", "guid": "0" * 16, "ports": [port]}],
+    }
+    inventory = json.loads(encode(NODE).value or b"")["inventory"] | shape
+    found = decode(stored_with(encode(NODE), inventory=inventory))
+    assert isinstance(found, NodeRecord)
+    assert dataclasses.asdict(found.inventory.devices[0]) == {
         "uuid": "GPU-1",
         "model": "H100",
         "pci_address": "",
@@ -298,6 +303,33 @@ def test_what_a_devices_record_leaves_out_is_what_0_1_0_meant_by_it() -> None:
         "nvlinks_active": 0,
         "nvlinks_expected": 0,
         "nvlink_peers": {},
+    }
+    usual_port = {
+        "number": 1,
+        "port_guid": "0" * 16,
+        "lid": 0,
+        "sm_lid": 0,
+        "state": "",
+        "rate_mbps": 0,
+        "link_layer": "InfiniBand",
+        "phys_state": "",
+        "width": 0,
+        "speed": "",
+        "expected_rate_mbps": 0,
+        "rail": None,
+    }
+    assert dataclasses.asdict(found.inventory.hcas[0]) == {
+        "name": "mlx5_0",
+        "node_guid": "0" * 16,
+        "pci_address": "",
+        "numa_node": -1,
+        "ports": (usual_port,),
+        "pci_path": "",
+        "system_image_guid": "",
+        "firmware": "",
+        "hca_type": "",
+        "board_id": "",
+        "bonded": False,
     }
 
 
