@@ -40,8 +40,8 @@ class Threshold:
         self._at_least: list[int] = [0]
         self._values: list[dict[int, int]] = [{}]
 
-    def move(self, bit: int, old: int | None, new: int | None) -> None:
-        """Changes one node's amount; None: the node is not there."""
+    def move(self, nodes: int, old: int | None, new: int | None) -> None:
+        """Changes the amount that each node of a mask has; None: they are not there."""
         if old == new:
             return
         old_class = -1 if old is None else size_class(old)
@@ -51,13 +51,13 @@ class Threshold:
             self._values.append({})
         low, high = sorted((old_class, new_class))
         self._at_least[low + 1 : high + 1] = [
-            mask ^ bit for mask in self._at_least[low + 1 : high + 1]
+            mask ^ nodes for mask in self._at_least[low + 1 : high + 1]
         ]
         for number, amount in ((old_class, old), (new_class, new)):
             if amount is None:
                 continue
             values = self._values[number]
-            mask = values.get(amount, 0) ^ bit
+            mask = values.get(amount, 0) ^ nodes
             if mask:
                 values[amount] = mask
             else:

@@ -6,6 +6,7 @@ it is made, and the shape index follows in the same step, so the two never disag
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from gpupool.model.assignment import AssignmentKey
 from gpupool.model.ids import DeviceUuid, HoldId, NodeId
@@ -64,9 +65,9 @@ class Books:
         if len(named) != len(inventory.devices):
             raise BookingError(f"node {node_id}: a device is named twice in its inventory")
         moved = [
-            device
-            for device in (self._devices.get(uuid) for uuid in named)
-            if device is not None and device.node_id != node_id
+            known
+            for uuid in named
+            if (known := self._devices.get(uuid)) is not None and known.node_id != node_id
         ]
         for device in moved:
             if device.present or device.granted:
@@ -82,7 +83,6 @@ class Books:
         self._put_devices(node, inventory)
         node.recount()
         self._capacity_changed(node)
-        self._access_changed(node)
 
     def forget_device(self, uuid: DeviceUuid) -> None:
         """Forgets a device; BookingError while something is booked on it."""
@@ -191,7 +191,8 @@ class Books:
             node.recount()
         self._homes[key] = node
         self._capacity_changed(node)
-        self._catch_up()
+        if not restored:
+            self._catch_up()
 
     def unbook(self, key: AssignmentKey) -> Place:
         """Takes a grant back; BookingError where there is none."""
@@ -322,14 +323,15 @@ class Books:
         """Lets the index and the totals follow what a node has and what is granted of it.
 
         After a booking they do at once, so that the next decision does not wait for it, else
-        when they are next looked at: a Hello changes every device of its node.
+        when they are next looked at: a restart changes every node, a Hello every device of its
+        node.
         """
         self._stale[node.number] = node
 
     def _catch_up(self) -> None:
         if self._stale:
+            self._index.refresh(self._stale.values())
             for node in self._stale.values():
-                self._index.refresh(node)
                 self._recount(node)
             self._stale.clear()
 
@@ -350,14 +352,17 @@ class Books:
     def _put_devices(self, node: NodeCapacity, inventory: NodeInventory) -> None:
         known = node.devices
         node.devices = {}
-        for device in sorted(inventory.devices, key=lambda each: each.index):
+        for device in sorted(inventory.devices, key=attrgetter("index")):
             kind = self._index.kind_of(device)
             capacity = known.pop(device.uuid, None)
             if capacity is None:
-                capacity = DeviceCapacity(device, node.node_id, kind)
+                capacity = DeviceCapacity(
+                    device, node.node_id, kind, free_memory_mib=device.memory_mib
+                )
                 self._devices[device.uuid] = capacity
-            capacity.device, capacity.kind, capacity.present = device, kind, True
-            capacity.recount()
+            else:
+                capacity.device, capacity.kind, capacity.present = device, kind, True
+                capacity.recount()
             node.devices[device.uuid] = capacity
         for uuid, capacity in known.items():
             capacity.present = capacity.offered = False

@@ -140,6 +140,12 @@ class NodeCapacity:
 
     def recount(self) -> None:
         """Derives free CPU and host memory from the inventory and the bookings."""
+        if not self.bookings:
+            # Nearly all nodes at a restart, which waits for this.
+            self.free_cpu_milli = self.inventory.cpu_milli
+            self.free_host_memory_mib = self.inventory.host_memory_mib
+            self.overdrawn = frozenset()
+            return
         places = [booking.place for booking in self.bookings.values()]
         cpu = self.inventory.cpu_milli - sum(place.cpu_milli for place in places)
         memory = self.inventory.host_memory_mib - sum(place.host_memory_mib for place in places)

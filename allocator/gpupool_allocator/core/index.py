@@ -19,6 +19,7 @@ touch its cells.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 from gpupool.model.ids import HoldId
 from gpupool.model.inventory import Device
@@ -57,10 +58,10 @@ class Cells:
         self.masks: dict[int, int] = {}
         self.ranks: list[int] = []
 
-    def toggle(self, rank: int, bit: int) -> None:
-        """Puts a node into the cell, or takes it out."""
+    def toggle(self, rank: int, nodes: int) -> None:
+        """Puts each node of a mask into the cell, or takes it out."""
         old = self.masks.get(rank, 0)
-        mask = old ^ bit
+        mask = old ^ nodes
         if not mask:
             del self.masks[rank]
             self.ranks.pop(bisect_left(self.ranks, rank))
@@ -195,18 +196,30 @@ class ShapeIndex:
                 passed &= ~(1 << number)
         return self.offered & (~self.held | passed)
 
-    def refresh(self, node: NodeCapacity) -> None:
-        """Takes over everything about a node that may have changed."""
-        number, bit = node.number, 1 << node.number
-        self.known |= bit
-        placed = frozenset(shape(node))
-        for head, rank in placed ^ self._placed.get(number, frozenset()):
-            self._toggle(head, rank, bit)
-        self._placed[number] = placed
-        self._move(number, bit, amounts(node))
-        labels = node.inventory.labels
-        self.labels.change(number, self._labels_of.get(number, {}), labels)
-        self._labels_of[number] = labels
+    def refresh(self, nodes: Iterable[NodeCapacity]) -> None:
+        """Takes over everything about these nodes that may have changed.
+
+        Those that change alike move together: at a restart that is a whole pool.
+        """
+        toggled: dict[tuple[Head, int], int] = {}
+        moved: dict[tuple[tuple[int, ...] | None, tuple[int, ...]], int] = {}
+        for node in nodes:
+            number, bit = node.number, 1 << node.number
+            self.known |= bit
+            placed = frozenset(shape(node))
+            for place in placed ^ self._placed.get(number, frozenset()):
+                toggled[place] = toggled.get(place, 0) | bit
+            self._placed[number] = placed
+            move = self._amounts.get(number), amounts(node)
+            moved[move] = moved.get(move, 0) | bit
+            self._amounts[number] = move[1]
+            labels = node.inventory.labels
+            self.labels.change(number, self._labels_of.get(number, {}), labels)
+            self._labels_of[number] = labels
+        for (head, rank), mask in toggled.items():
+            self._toggle(head, rank, mask)
+        for (old, new), mask in moved.items():
+            self._move(mask, old, new)
 
     def refresh_access(self, node: NodeCapacity) -> None:
         """Takes over whether a node is offered and what holds it."""
@@ -228,7 +241,7 @@ class ShapeIndex:
         number, bit = node.number, 1 << node.number
         for head, rank in self._placed.pop(number):
             self._toggle(head, rank, bit)
-        self._move(number, bit, None)
+        self._move(bit, self._amounts.pop(number), None)
         self.labels.change(number, self._labels_of.pop(number), {})
         self._holds_of.pop(number, None)
         self.known &= ~bit
@@ -261,24 +274,21 @@ class ShapeIndex:
             self.host_memory_mib,
         )
 
-    def _toggle(self, head: Head, rank: int, bit: int) -> None:
+    def _toggle(self, head: Head, rank: int, mask: int) -> None:
         cells = self._heads.get(head)
         if cells is None:
             cells = self._heads[head] = Cells()
-        cells.toggle(rank, bit)
+        cells.toggle(rank, mask)
         if not cells.ranks:
             del self._heads[head]
 
-    def _move(self, number: int, bit: int, new: tuple[int, ...] | None) -> None:
-        old = self._amounts.pop(number, None)
+    def _move(self, mask: int, old: tuple[int, ...] | None, new: tuple[int, ...] | None) -> None:
         for position, threshold in enumerate(self._thresholds()):
             threshold.move(
-                bit,
+                mask,
                 None if old is None else old[position],
                 None if new is None else new[position],
             )
-        if new is not None:
-            self._amounts[number] = new
 
 
 def amounts(node: NodeCapacity) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from gpupool.model.hold import Hold
-from gpupool.model.ids import LeaseId, NodeId
+from gpupool.model.ids import DeviceUuid, LeaseId, NodeId
 from gpupool.model.inventory import NodeInventory, NodeRecord
 from gpupool.model.lease import ENDED, Lease, LeaseState, MemberState
 from gpupool_allocator.core.books import BookingError
@@ -43,15 +43,18 @@ def rebuild(state: State, restored: Restored, now: float, unix_s: float) -> None
         _add_node(state, node.node_id, node)
     for lease in sorted(restored.leases, key=_age):
         _add_lease(state, lease, now, unix_s)
+    held = set[NodeId]()
     for hold in restored.holds:
         state.holds[hold.hold_id] = hold
+        held.add(state.device_nodes.get(DeviceUuid(hold.target), NodeId(hold.target)))
         if hold.expire_unix_s is not None:
             at = now + max(0.0, hold.expire_unix_s - unix_s)
             state.clocks.set(hold.hold_id, ClockKind.HOLD, at)
     for record in restored.unclaimed:
         _add_unclaimed(state, record)
     for node_id, entry in state.nodes.items():
-        state.apply_holds(node_id)
+        if node_id in held:
+            state.apply_holds(node_id)
         book_unclaimed(state, node_id)
         wait_for_holders(state, entry, now)
 

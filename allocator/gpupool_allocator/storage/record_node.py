@@ -1,10 +1,23 @@
-"""Stored shape of a node: its last known inventory."""
+"""Stored shape of a node: its last known inventory.
 
-from typing import Any
+Network adapters are most of a record and nothing that a decision looks at, while a
+restart waits for every record. So they stand last, and are read when they are asked for.
+"""
 
-from gpupool.model.ids import DeviceUuid, NodeId
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, cast, overload
+
+from gpupool.model.ids import NodeId
 from gpupool.model.inventory import Device, Hca, HcaPort, NodeInventory, NodeRecord
 from gpupool_allocator.storage.record_request import Json
+
+_HCAS_KEY = b',"hcas":['
+_HCAS_END = b"]}}"
+_HCAS_TEXT = "hcas text"
+"""Where ``parse_node`` puts what it has left unread; no record has such a field."""
+
+_read_first = json.JSONDecoder().raw_decode
 
 # Fields that came after 0.1.0 by their name in the record, each with the default that
 # an older record, and one that leaves it out, has.
@@ -19,6 +32,20 @@ _DEVICE_FIELDS: dict[str, tuple[str, Any]] = {
     "nvlinks_expected": ("links_expected", 0),
     "nvlink_peers": ("peers", {}),
 }
+# Every field that a record may have; what it lacks has the model's default.
+_DEVICE_NAMES = {
+    "uuid": "uuid",
+    "model": "model",
+    "index": "index",
+    "pci": "pci_address",
+    "memory_mib": "memory_mib",
+    "numa": "numa_node",
+    "nvlink": "nvlink_domain",
+    "sms": "sm_count",
+    "sliceable": "sliceable",
+    "parent": "parent_uuid",
+    "compute": "compute_capability",
+} | {key: name for name, (key, _) in _DEVICE_FIELDS.items()}
 _HCA_FIELDS: dict[str, tuple[str, Any]] = {
     "pci_path": ("path", ""),
     "system_image_guid": ("image_guid", ""),
@@ -34,6 +61,21 @@ _PORT_FIELDS: dict[str, tuple[str, Any]] = {
     "expected_rate_mbps": ("expected_mbps", 0),
     "rail": ("rail", None),
 }
+_HCA_NAMES = {
+    "name": "name",
+    "guid": "node_guid",
+    "pci": "pci_address",
+    "numa": "numa_node",
+} | {key: name for name, (key, _) in _HCA_FIELDS.items()}
+_PORT_NAMES = {
+    "number": "number",
+    "guid": "port_guid",
+    "link_layer": "link_layer",
+    "lid": "lid",
+    "sm_lid": "sm_lid",
+    "state": "state",
+    "rate_mbps": "rate_mbps",
+} | {key: name for name, (key, _) in _PORT_FIELDS.items()}
 
 
 def _set_fields(item: object, fields: dict[str, tuple[str, Any]]) -> Json:
@@ -42,8 +84,8 @@ def _set_fields(item: object, fields: dict[str, tuple[str, Any]]) -> Json:
     return {key: values[key] for key, default in fields.values() if values[key] != default}
 
 
-def _given_fields(shape: Json, fields: dict[str, tuple[str, Any]]) -> dict[str, Any]:
-    return {name: shape[key] for name, (key, _) in fields.items() if key in shape}
+def _given_fields(shape: Json, names: dict[str, str]) -> dict[str, Any]:
+    return {names[key]: shape[key] for key in shape if key in names}
 
 
 def _device_to_json(device: Device) -> Json:
@@ -68,21 +110,7 @@ def _device_to_json(device: Device) -> Json:
 
 
 def _device_from_json(shape: Json) -> Device:
-    parent = shape.get("parent")
-    return Device(
-        uuid=DeviceUuid(shape["uuid"]),
-        model=shape["model"],
-        pci_address=shape.get("pci", ""),
-        memory_mib=shape.get("memory_mib"),
-        index=shape["index"],
-        numa_node=shape.get("numa", -1),
-        nvlink_domain=shape.get("nvlink", ""),
-        sm_count=shape.get("sms", 0),
-        sliceable=shape.get("sliceable", True),
-        parent_uuid=None if parent is None else DeviceUuid(parent),
-        compute_capability=shape.get("compute", ""),
-        **_given_fields(shape, _DEVICE_FIELDS),
-    )
+    return Device(**_given_fields(shape, _DEVICE_NAMES))
 
 
 def _port_to_json(port: HcaPort) -> Json:
@@ -99,16 +127,7 @@ def _port_to_json(port: HcaPort) -> Json:
 
 
 def _port_from_json(shape: Json) -> HcaPort:
-    return HcaPort(
-        number=shape["number"],
-        port_guid=shape["guid"],
-        lid=shape.get("lid", 0),
-        sm_lid=shape.get("sm_lid", 0),
-        state=shape.get("state", ""),
-        rate_mbps=shape.get("rate_mbps", 0),
-        link_layer=shape["link_layer"],
-        **_given_fields(shape, _PORT_FIELDS),
-    )
+    return HcaPort(**_given_fields(shape, _PORT_NAMES))
 
 
 def _hca_to_json(hca: Hca) -> Json:
@@ -123,14 +142,8 @@ def _hca_to_json(hca: Hca) -> Json:
 
 
 def _hca_from_json(shape: Json) -> Hca:
-    return Hca(
-        name=shape["name"],
-        node_guid=shape["guid"],
-        pci_address=shape.get("pci", ""),
-        numa_node=shape.get("numa", -1),
-        ports=tuple(_port_from_json(each) for each in shape.get("ports", ())),
-        **_given_fields(shape, _HCA_FIELDS),
-    )
+    ports = tuple(_port_from_json(each) for each in shape.get("ports", ()))
+    return Hca(**_given_fields(shape, _HCA_NAMES), ports=ports)
 
 
 def _inventory_to_json(inventory: NodeInventory) -> Json:
@@ -141,19 +154,71 @@ def _inventory_to_json(inventory: NodeInventory) -> Json:
         "host_memory_mib": inventory.host_memory_mib,
         "driver": inventory.driver_version,
     }
-    if inventory.hcas:
-        shape["hcas"] = [_hca_to_json(each) for each in inventory.hcas]
     if inventory.labels:
         shape["labels"] = inventory.labels
     if inventory.simulated:
         shape["simulated"] = inventory.simulated
+    if inventory.hcas:
+        shape["hcas"] = [_hca_to_json(each) for each in inventory.hcas]  # last: see parse_node
     return shape
 
 
-def _inventory_from_json(shape: Json) -> NodeInventory:
+class _StoredHcas(Sequence[Hca]):
+    """The tuple of a node's adapters, made from its JSON when it is asked for.
+
+    One that cannot be read is empty: its node tells its adapters whenever it connects.
+    """
+
+    __slots__ = ("_hcas", "_text")
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._hcas: tuple[Hca, ...] | None = None
+
+    def _read(self) -> tuple[Hca, ...]:
+        if self._hcas is None:
+            try:
+                # What a newer program may have put behind them is left alone.
+                shapes, _ = _read_first(self._text)
+                self._hcas = tuple(_hca_from_json(each) for each in shapes)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                self._hcas = ()
+            self._text = ""
+        return self._hcas
+
+    @overload
+    def __getitem__(self, index: int) -> Hca: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Hca]: ...
+    def __getitem__(self, index: int | slice) -> Hca | Sequence[Hca]:
+        return self._read()[index]
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __iter__(self) -> Iterator[Hca]:
+        return iter(self._read())
+
+    def __eq__(self, other: object) -> bool:
+        return self._read() == (other._read() if isinstance(other, _StoredHcas) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._read())
+
+    def __repr__(self) -> str:
+        return repr(self._read())
+
+
+def _hcas_from_json(shape: Json) -> tuple[Hca, ...]:
+    if _HCAS_TEXT in shape:
+        return cast("tuple[Hca, ...]", _StoredHcas(shape[_HCAS_TEXT]))
+    return tuple(_hca_from_json(each) for each in shape["inventory"].get("hcas", ()))
+
+
+def _inventory_from_json(shape: Json, hcas: tuple[Hca, ...]) -> NodeInventory:
     return NodeInventory(
         devices=tuple(_device_from_json(each) for each in shape["devices"]),
-        hcas=tuple(_hca_from_json(each) for each in shape.get("hcas", ())),
+        hcas=hcas,
         cpu_milli=shape["cpu_milli"],
         host_memory_mib=shape["host_memory_mib"],
         labels=shape.get("labels", {}),
@@ -172,11 +237,24 @@ def node_to_json(node: NodeRecord) -> Json:
     }
 
 
+def parse_node(value: bytes) -> Json:
+    """The JSON of a node's record, with the adapters as text where they stand last.
+
+    No text of the record can look like their key: a quote inside of one is escaped.
+    """
+    head, key, hcas = value.partition(_HCAS_KEY)
+    if not key or not hcas.endswith(_HCAS_END):
+        return cast("Json", json.loads(value))
+    shape: Json = json.loads(head + _HCAS_END[1:])
+    shape[_HCAS_TEXT] = "[" + hcas.decode("ascii")
+    return shape
+
+
 def node_from_json(key: str, shape: Json) -> NodeRecord:
     """Inverse of ``node_to_json``."""
     return NodeRecord(
         node_id=NodeId(key),
         boot_id=shape["boot_id"],
         agent_version=shape["agent_version"],
-        inventory=_inventory_from_json(shape["inventory"]),
+        inventory=_inventory_from_json(shape["inventory"], _hcas_from_json(shape)),
     )

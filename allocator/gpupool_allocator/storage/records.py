@@ -25,7 +25,7 @@ from gpupool_allocator.storage.record_hold import (
     unclaimed_to_json,
 )
 from gpupool_allocator.storage.record_lease import lease_from_json, lease_to_json
-from gpupool_allocator.storage.record_node import node_from_json, node_to_json
+from gpupool_allocator.storage.record_node import node_from_json, node_to_json, parse_node
 from gpupool_allocator.storage.record_request import Json
 from gpupool_allocator.storage.store import COMMIT_BYTES_MAX, Operation, StoredValue
 
@@ -46,12 +46,13 @@ _write = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular
 class _Kind:
     version: int
     read: Callable[[str, Json], Stored]
+    parse: Callable[[bytes], Any] = json.loads
 
 
 _KINDS = {
     LEASE: _Kind(1, lease_from_json),
     HOLD: _Kind(1, hold_from_json),
-    NODE: _Kind(1, node_from_json),
+    NODE: _Kind(1, node_from_json, parse_node),
     UNCLAIMED: _Kind(1, unclaimed_from_json),
 }
 
@@ -116,7 +117,7 @@ def decode(stored: StoredValue) -> Stored:
     if stored.value is None:
         raise RecordError(f"{kind} record {key!r} was deleted: it has no value")
     try:
-        shape = json.loads(stored.value)
+        shape = form.parse(stored.value)
         version = shape.get("v")
     except (ValueError, AttributeError) as error:
         raise RecordError(f"{kind} record {key!r} is no JSON object: {error}") from error

@@ -17,6 +17,16 @@ def threshold_of(values: list[int]) -> Threshold:
     return threshold
 
 
+@given(amounts)
+def test_nodes_that_change_alike_may_move_together(values: list[int]) -> None:
+    together = Threshold()
+    for value in set(values):
+        together.move(sum(1 << n for n, each in enumerate(values) if each == value), None, value)
+    assert together.masks() == threshold_of(values).masks()
+    for need in values:
+        assert together.reach(need) == threshold_of(values).reach(need)
+
+
 def test_bits_are_counted_from_the_lowest() -> None:
     assert list(bits(0b101001)) == [0, 3, 5]
     assert list(bits(0)) == []

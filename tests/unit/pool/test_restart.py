@@ -1,10 +1,15 @@
 """The allocator dies and comes back from its store; the store may refuse writes."""
 
+from collections.abc import Iterable
+
+import pytest
 from tests.core_world import World, part, whole
 
 from gpupool.model.errors import ErrorKind
 from gpupool.model.lease import LeaseState
+from gpupool_allocator.core.capacity import NodeCapacity
 from gpupool_allocator.core.events import WritesAccepted, WritesRefused
+from gpupool_allocator.core.index import ShapeIndex
 from gpupool_allocator.core.settings import PoolSettings
 
 
@@ -36,6 +41,29 @@ def test_nothing_is_offered_after_a_restart_until_its_node_has_spoken() -> None:
     world.connect(node)
     world.settle()
     assert world.lease_of(waiting).state is LeaseState.ACTIVE
+
+
+def test_a_restart_makes_the_shape_index_once_for_all_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not again with each lease that is put back: everything waits for the restart."""
+    made: list[list[str]] = []
+    refresh = ShapeIndex.refresh
+
+    def counted(index: ShapeIndex, nodes: Iterable[NodeCapacity]) -> None:
+        found = list(nodes)
+        made.append([node.node_id for node in found])
+        refresh(index, found)
+
+    world = World()
+    for name in ("n1", "n2", "n3"):
+        world.add_node(name)
+    for _ in range(4):
+        world.granted(whole(2))
+    monkeypatch.setattr(ShapeIndex, "refresh", counted)
+    world.restart()
+    world.pool.summary()
+    assert made == [["n1", "n2", "n3"]]
 
 
 def test_a_lease_that_was_ending_ends_after_the_restart() -> None:

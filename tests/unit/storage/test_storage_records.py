@@ -19,6 +19,7 @@ from gpupool.model.inventory import Device, Hca, HcaPort, NodeInventory, NodeRec
 from gpupool.model.lease import DeviceShare, Lease, LeaseState, Member, MemberState, Place
 from gpupool.model.request import Group, LeaseSpec, WholeGpus
 from gpupool_allocator.core.effects import Stored, UnclaimedRecord
+from gpupool_allocator.storage import record_node
 from gpupool_allocator.storage.records import (
     RecordError,
     RecordVersionError,
@@ -200,6 +201,136 @@ def test_what_a_node_does_not_say_takes_no_room_and_comes_back_as_unknown() -> N
     assert set(written["hcas"][0]) == {"name", "guid", "ports"}
     assert set(written["hcas"][0]["ports"][0]) == {"number", "guid", "link_layer"}
     assert decode(as_loaded(encode(record))) == record
+
+
+def with_hcas(count: int, **fields: Any) -> NodeRecord:
+    port = HcaPort(number=1, port_guid="0" * 15 + "1")
+    hcas = tuple(Hca(name=f"mlx5_{n}", node_guid="0" * 16, ports=(port,)) for n in range(count))
+    return dataclasses.replace(NODE, inventory=NodeInventory(hcas=hcas, **fields))
+
+
+def node_stored_as(value: bytes) -> NodeRecord:
+    record = decode(StoredValue(kind="node", key=NODE.node_id, value=value, revision=1))
+    assert isinstance(record, NodeRecord)
+    return record
+
+
+def test_a_nodes_adapters_are_read_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart reads every node; ten adapters are most of a record, and nothing waits for them."""
+    asked: list[str] = []
+
+    def counted(**fields: Any) -> Hca:
+        asked.append(fields["name"])
+        return Hca(**fields)
+
+    monkeypatch.setattr(record_node, "Hca", counted)
+    record = with_hcas(2, labels={"zone": "a"}, simulated="dgx")
+    found = decode(as_loaded(encode(record)))
+    assert isinstance(found, NodeRecord)
+    assert not asked
+    # Equal from both sides, as a tuple, and stored again as it was.
+    assert found == record
+    assert record == found
+    assert record.inventory.hcas == found.inventory.hcas
+    assert found.inventory != dataclasses.replace(record.inventory, hcas=())
+    assert len(asked) == 2
+    assert list(found.inventory.hcas) == list(record.inventory.hcas)
+    assert found.inventory.hcas[1:] == record.inventory.hcas[1:]
+    assert hash(found.inventory.hcas) == hash(record.inventory.hcas)
+    assert repr(found) == repr(record)
+    assert encode(found) == encode(record)
+    assert len(asked) == 2
+
+
+def test_adapters_are_found_wherever_a_record_has_them() -> None:
+    """0.1.0 wrote labels behind them; a newer program may put fields there that we ignore."""
+    record = with_hcas(2, labels={"zone": "a"}, simulated="dgx")
+    value = encode(record).value or b""
+    assert value.endswith(b"]}}")
+    shape = json.loads(value)
+    for name in ("labels", "simulated"):
+        shape["inventory"][name] = shape["inventory"].pop(name)
+    older = json.dumps(shape, separators=(",", ":")).encode()
+    assert b'],"labels":' in older
+    newer = value.removesuffix(b"}}") + b',"colours":["red"]}}'
+    spaced = json.dumps(shape).encode()
+    assert [node_stored_as(each) for each in (older, newer, spaced)] == [record] * 3
+
+
+def test_text_that_looks_like_the_adapters_key_is_text() -> None:
+    trap = ',"hcas":[1]}}'
+    for count in (0, 1):
+        record = with_hcas(count, labels={trap: trap, "hcas": "["}, hostname=trap, simulated=trap)
+        assert decode(as_loaded(encode(record))) == record
+
+
+@pytest.mark.parametrize("damaged", [b"7", b'{"name":1}', b"{]"])
+def test_adapters_that_cannot_be_read_are_none_until_their_node_tells_them(damaged: bytes) -> None:
+    """They decide nothing, and a pool that cannot start for them would help nobody."""
+    value = encode(with_hcas(1)).value or b""
+    start = value.index(b'"hcas":[') + len(b'"hcas":[')
+    assert node_stored_as(value[:start] + damaged + b"]}}") == NODE
+
+
+def test_what_a_record_leaves_out_is_what_0_1_0_meant_by_it() -> None:
+    """The model may get other defaults one day, records may not."""
+    port = {"number": 1, "guid": "0" * 16, "link_layer": "InfiniBand"}
+    shape = {
+        "devices": [{"uuid": "GPU-1", "model": "H100", "index": 3}],
+        "hcas": [{"name": "mlx5_0", "guid": "0" * 16, "ports": [port]}],
+    }
+    inventory = json.loads(encode(NODE).value or b"")["inventory"] | shape
+    found = decode(stored_with(encode(NODE), inventory=inventory))
+    assert isinstance(found, NodeRecord)
+    assert dataclasses.asdict(found.inventory.devices[0]) == {
+        "uuid": "GPU-1",
+        "model": "H100",
+        "pci_address": "",
+        "memory_mib": None,
+        "index": 3,
+        "numa_node": -1,
+        "nvlink_domain": "",
+        "sm_count": 0,
+        "sliceable": True,
+        "parent_uuid": None,
+        "compute_capability": "",
+        "pci_path": "",
+        "cpus": "",
+        "fabric_state": "",
+        "fabric_status": 0,
+        "cluster_uuid": "",
+        "clique_id": 0,
+        "nvlinks_active": 0,
+        "nvlinks_expected": 0,
+        "nvlink_peers": {},
+    }
+    usual_port = {
+        "number": 1,
+        "port_guid": "0" * 16,
+        "lid": 0,
+        "sm_lid": 0,
+        "state": "",
+        "rate_mbps": 0,
+        "link_layer": "InfiniBand",
+        "phys_state": "",
+        "width": 0,
+        "speed": "",
+        "expected_rate_mbps": 0,
+        "rail": None,
+    }
+    assert dataclasses.asdict(found.inventory.hcas[0]) == {
+        "name": "mlx5_0",
+        "node_guid": "0" * 16,
+        "pci_address": "",
+        "numa_node": -1,
+        "ports": (usual_port,),
+        "pci_path": "",
+        "system_image_guid": "",
+        "firmware": "",
+        "hca_type": "",
+        "board_id": "",
+        "bonded": False,
+    }
 
 
 @pytest.mark.parametrize(
