@@ -37,6 +37,7 @@ from gpupool.model.request import GpuSlice, Group, LeaseSpec, WholeGpus
 from gpupool.v1 import lease_pb2, lease_pb2_grpc, pool_pb2, pool_pb2_grpc
 from gpupool.wire.lease import AcquireAsk, acquire_ask_to_proto
 from gpupool.wire.resources import lease_from_proto
+from gpupool_allocator.keeper import CALM_S
 
 LIMIT_S = 1.0
 PATIENCE_S = 300.0
@@ -194,6 +195,8 @@ class Bench:
     async def fail_over(self) -> Round:
         """One kill, one restart, one new lease."""
         await self.until_calm()
+        # Processes that die young are replaced ever more slowly: this one has lived.
+        await asyncio.sleep(CALM_S)
         told_before = len(self.daemon.log())
         async with aio.insecure_channel(self.address, options=OPTIONS) as channel:
             leases: Any = lease_pb2_grpc.LeaseServiceStub(channel)
