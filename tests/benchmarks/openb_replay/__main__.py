@@ -30,6 +30,7 @@ from tests.benchmarks.openb_replay.trace import TracePod, arrivals, read_nodes, 
 
 from gpupool import AsyncClient
 from gpupool.errors import GpupoolError
+from gpupool_agent.signals import stop_on_signals
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -93,10 +94,9 @@ def write(options: argparse.Namespace, pool: LivePool, figures: list[Figures]) -
 
 async def run(options: argparse.Namespace, work: Path) -> int:
     """Measures until done or told to stop; the exit code."""
-    loop = asyncio.get_running_loop()
+    told = asyncio.create_task(stop_on_signals(signal.SIGINT, signal.SIGTERM).wait())
     measuring = asyncio.create_task(measure(options, work))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, measuring.cancel)
+    told.add_done_callback(lambda _: measuring.cancel())
     try:
         figures = await measuring
     except asyncio.CancelledError:

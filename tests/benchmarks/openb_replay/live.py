@@ -18,14 +18,6 @@ from gpupool.model.views import PoolSummary
 START_S = 300.0
 """Longest time until all hosts are there, on a machine with much else to do."""
 
-SILENCE_S = 60
-"""A thousand hosts share the cores of this machine with what is measured: that they are
-slow for a while does not mean that they are gone."""
-
-POLL_S = "600"
-"""How often an agent looks at its GPUs unasked. At the default of 5 s, looking at 6,212
-simulated GPUs takes most of a core, which on real hosts is nobody's but their own."""
-
 PROGRESS_S = 5.0
 LOOK_S = 0.2
 
@@ -61,7 +53,6 @@ class LivePool:
             "gpupool-allocator",
             [
                 *("gpupool-allocator", "--grain-pct", "1", "--log-level", "warning"),
-                *("--heartbeat-timeout-s", str(SILENCE_S)),
                 *("--grpc-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0"),
                 *("--state-dir", self._work / "allocator", "--ready-file", ready),
             ],
@@ -84,8 +75,6 @@ class LivePool:
                 *("python", "-m", "gpupool_agent.simulated", "--allocator", self.address),
                 *("--nodes-csv", self._nodes_file, "--part", f"{number + 1}/{fleets}"),
                 *("--control", control, "--state-dir", self._work / "agents"),
-                *("--usage-period-s", POLL_S, "--telemetry-period-s", POLL_S),
-                *("--inventory-period-s", POLL_S),
             ],
         )
         names = [NodeId(host.name) for host in self._hosts[number::fleets]]
