@@ -117,7 +117,12 @@ class Replay:
         events = [event async for event in self.client.events(after=self.sequence)]
         _fail_on(wrong_history(events, self.sequence, frozenset(held)))
         self.sequence += len(events)
-        print(f"  checked: {len(events)} events tell each lease's whole life", flush=True)
+        lost = sum(event.kind == "node.unreachable" for event in events)
+        print(
+            f"  checked: {len(events)} events tell each lease's whole life; "
+            f"nodes were lost {lost} times",
+            flush=True,
+        )
 
     async def _until_empty(self, begun_s: float) -> tuple[PoolSummary, float]:
         """Waits until nothing is held, or nothing moves; what is left the checks will say."""
