@@ -54,7 +54,7 @@ def test_a_user_cannot_take_a_lease_in_anothers_name(pool: HostPool) -> None:
     stranger.release(held)
 
 
-def test_the_agent_changes_nothing_by_itself_and_the_helper_answers_it_alone(
+def test_the_agent_only_reads_by_itself_and_the_helper_answers_it_alone(
     pool: HostPool,
 ) -> None:
     agent = pool.running["agent"].process.pid
