@@ -342,14 +342,14 @@ class MpsDaemons:
         """Set the ceiling for future servers and new clients; have a server."""
         control = self._control(slot)
         ceiling = ceiling_of(slot.record.slices.values(), limited_before=slot.limited)
-        await control.set_defaults(ceiling)
+        # Told before it is set: a limit that was set, ever, cannot be taken away again.
         slot.limited |= ceiling.memory_mib is not None
         server = slot.record.server
         if server is not None and self._runs(server):
-            await control.set_server(server.pid, ceiling)
+            await control.set_limits(ceiling, server.pid)
             return
         deadline_s = time.monotonic() + SERVER_DEADLINE_S
-        servers = await control.start_server(slot.record.uid)
+        servers = await control.set_up(ceiling, slot.record.uid)
         while True:
             ticks = self._processes.start_ticks(servers[-1]) if servers else None
             if ticks is None:
