@@ -8,6 +8,7 @@ from gpupool.model.ids import ConnectionId, DeviceUuid, NodeId
 from gpupool.model.inventory import NodeInventory, NodeRecord
 from gpupool.model.lease import LeaseState
 from gpupool.model.limits import DEVICES_PER_NODE_MAX
+from gpupool_allocator.core.capacity import UnclaimedKey
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.effects import CloseConnection, Put, RaiseEpoch, SendWelcome
 from gpupool_allocator.core.ending import begin_end, member_ended
@@ -230,14 +231,12 @@ def _move_device(state: State, uuid: DeviceUuid, old_id: NodeId, new_id: NodeId)
     state.out.record("device.moved", uuid, f"from node {old_id} to node {new_id}")
     old = state.nodes[old_id]
     for key in state.books.keys_on(uuid):
-        member = old.members.get(key)
-        if member is not None:
-            begin_end(
-                state, state.leases[key.lease_id], LeaseState.FAILED, f"device {uuid} left {old_id}"
-            )
+        cause = f"device {uuid} left {old_id}"
+        if isinstance(key, UnclaimedKey):
+            forget_unclaimed(state, state.unclaimed[key], cause)
+        elif (member := old.members.get(key)) is not None:
+            begin_end(state, state.leases[key.lease_id], LeaseState.FAILED, cause)
             member_ended(state, state.leases[key.lease_id], member)
-        elif key in state.unclaimed:
-            forget_unclaimed(state, state.unclaimed[key], f"device {uuid} left {old_id}")
     old.devices.pop(uuid, None)
     state.books.forget_device(uuid)
 

@@ -18,6 +18,7 @@ from gpupool.model.lease import (
     ShareGiven,
 )
 from gpupool.model.request import LeaseSpec
+from gpupool_allocator.core.capacity import UnclaimedKey
 
 RUNS_ON_NODE = (MemberState.PREPARING, MemberState.READY)
 """Member states that a node's desired state names."""
@@ -30,7 +31,8 @@ class MemberEntry:
     ``seen``: its node has spoken of this token, so only the node can say that it
     ended. ``named_at``, ``dropped_at``: the revisions of the node's desired state that
     are the first to name this token, and to name it no longer. ``assignment`` is what
-    its node must carry out, made once for each token.
+    its node must carry out, made once for each token. ``stored_token``: the token under
+    which the store had it when this term began; 0: it is younger than this term.
     """
 
     group: str
@@ -38,6 +40,7 @@ class MemberEntry:
     rank: int
     token: int
     place: Place
+    stored_token: int = 0
     state: MemberState = MemberState.PREPARING
     environment: dict[str, str] | None = None
     given: tuple[ShareGiven, ...] = ()
@@ -222,6 +225,10 @@ class NodeEntry:
     held_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
     unclaimed: dict[AssignmentKey, bool] = field(default_factory=dict[AssignmentKey, bool])
     faults: dict[FaultName, None] = field(default_factory=dict[FaultName, None])
+
+    def unclaimed_key(self, key: AssignmentKey) -> UnclaimedKey:
+        """Names what the node runs under ``key`` and the pool does not know."""
+        return UnclaimedKey(node_id=self.node_id, lease_id=key.lease_id, rank=key.rank)
 
     def heard(self, unix_s: float) -> None:
         """The node has spoken."""

@@ -85,7 +85,7 @@ def _add_node(state: State, node_id: NodeId, record: NodeRecord | None) -> None:
 def _add_unclaimed(state: State, record: UnclaimedRecord) -> None:
     if record.node_id not in state.nodes:
         _add_node(state, record.node_id, None)
-    state.unclaimed[record.report.key] = record
+    state.unclaimed[record.key] = record
     state.nodes[record.node_id].unclaimed[record.report.key] = False
 
 
@@ -112,6 +112,7 @@ def _add_lease(state: State, record: Lease, now: float, unix_s: float) -> None:
                 rank=member.rank,
                 token=member.token,
                 place=member.place,
+                stored_token=member.token,
                 state=member.state,
                 dropped_at=0 if member.state is MemberState.ENDING else None,
             )

@@ -20,7 +20,7 @@ from gpupool_allocator.core.reporting import (
     take_holder_ends,
 )
 from gpupool_allocator.core.state import State
-from gpupool_allocator.core.unclaimed import forget_unclaimed, keep_unclaimed
+from gpupool_allocator.core.unclaimed import forget_unclaimed, is_unknown, keep_unclaimed
 
 
 def take_report(state: State, node: NodeEntry, report: Report, now: float) -> None:
@@ -73,7 +73,8 @@ def settle_assignments(
             _settle_unnamed(state, node, lease, member, in_hello=accepted is None)
     keys = {key for key, _ in said}
     for key in [key for key in node.unclaimed if key not in keys]:
-        forget_unclaimed(state, state.unclaimed[key], "the node does not run it any more")
+        record = state.unclaimed[node.unclaimed_key(key)]
+        forget_unclaimed(state, record, "the node does not run it any more")
     for report in strange:
         _settle_strange(state, node, report)
 
@@ -126,15 +127,14 @@ def _is_strange(state: State, node: NodeEntry, report: AssignmentReport) -> bool
     if member is not None and member.token == report.token:
         return member.state not in RUNS_ON_NODE and not ending
     if report.key in node.unclaimed:
-        kept = state.unclaimed[report.key].report
+        kept = state.unclaimed[node.unclaimed_key(report.key)].report
         return kept.state is AssignmentState.ENDING and not ending
-    return report.key.lease_id not in state.leases or not ending
+    return not ending or is_unknown(state, node, report)
 
 
 def _settle_strange(state: State, node: NodeEntry, report: AssignmentReport) -> None:
     """Keeps what nobody knows, and has the rest ended by the next desired state."""
-    lease_id = report.key.lease_id
-    if lease_id not in state.leases and report.key not in state.unclaimed and report.place:
+    if report.place and report.key not in node.unclaimed and is_unknown(state, node, report):
         keep_unclaimed(state, node, report)
         return
     state.node_changed(node.node_id)
@@ -143,7 +143,7 @@ def _settle_strange(state: State, node: NodeEntry, report: AssignmentReport) -> 
         node.node_id,
         "the book does not have it there: the node is told again what it shall run",
         {
-            "lease_id": lease_id,
+            "lease_id": report.key.lease_id,
             "rank": str(report.key.rank),
             "token": str(report.token),
             "state": report.state,

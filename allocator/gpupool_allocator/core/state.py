@@ -8,18 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from gpupool.model.assignment import (
-    AssignmentKey,
-    AssignmentState,
-    DesiredState,
-    HolderWatch,
-)
+from gpupool.model.assignment import AssignmentState, DesiredState, HolderWatch
 from gpupool.model.hold import Hold
 from gpupool.model.ids import CommandId, DeviceUuid, HoldId, LeaseId, NodeId
 from gpupool.model.inventory import NodeInventory
 from gpupool.model.lease import Lease, LeaseState
 from gpupool.model.request import NODE_LABEL
 from gpupool_allocator.core.books import Books
+from gpupool_allocator.core.capacity import UnclaimedKey
 from gpupool_allocator.core.clocks import ClockKind, Clocks
 from gpupool_allocator.core.effects import Answer, Delete, Put, SendDesired, UnclaimedRecord
 from gpupool_allocator.core.entries import RUNS_ON_NODE, LeaseEntry, NodeEntry
@@ -58,8 +54,8 @@ class State:
     reserved_for: LeaseId | None = None
     heads: tuple[LeaseId, ...] = ()
     reserved_until: float = 0.0
-    unclaimed: dict[AssignmentKey, UnclaimedRecord] = field(
-        default_factory=dict[AssignmentKey, UnclaimedRecord]
+    unclaimed: dict[UnclaimedKey, UnclaimedRecord] = field(
+        default_factory=dict[UnclaimedKey, UnclaimedRecord]
     )
     tokens_issued: int = 0
     read_only: str = ""
@@ -202,7 +198,8 @@ class State:
             unclaimed=tuple(
                 key
                 for key in node.unclaimed
-                if self.unclaimed[key].report.state is not AssignmentState.ENDING
+                if self.unclaimed[node.unclaimed_key(key)].report.state
+                is not AssignmentState.ENDING
             ),
         )
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from gpupool.model.assignment import AssignmentKey
 from gpupool.model.ids import HoldId, LeaseId, NodeId
 from gpupool.model.request import LeaseSpec, Level
 from gpupool_allocator.core.bitsets import bits
 from gpupool_allocator.core.books import Books
-from gpupool_allocator.core.capacity import NodeCapacity
+from gpupool_allocator.core.capacity import BookingKey, NodeCapacity, UnclaimedKey
 from gpupool_allocator.core.placement.fit import fit_unit, take
 from gpupool_allocator.core.placement.need import needs_of
 from gpupool_allocator.core.placement.plan import Run, runs_of
@@ -33,7 +32,7 @@ class _Future:
     """
 
     node: NodeCapacity
-    leases: list[tuple[float, LeaseId, list[AssignmentKey]]]
+    leases: list[tuple[float, LeaseId, list[BookingKey]]]
     time: float
     waits: int = 0
     members: int = 0
@@ -98,16 +97,20 @@ def _candidates(books: Books, run: Run, passes: frozenset[HoldId]) -> list[int]:
 
 
 def _future(node: NodeCapacity, ends: Ends, now: float) -> _Future:
-    by_lease: dict[LeaseId, list[AssignmentKey]] = {}
+    by_lease: dict[tuple[LeaseId, bool], list[BookingKey]] = {}
     for key in node.bookings:
-        by_lease.setdefault(key.lease_id, []).append(key)
-    leases = [(ends(lease_id), lease_id, keys) for lease_id, keys in by_lease.items()]
+        by_lease.setdefault((key.lease_id, isinstance(key, UnclaimedKey)), []).append(key)
+    # Nobody knows when unclaimed work ends, whatever the pool knows of a lease of its name.
+    leases = [
+        (inf if unclaimed else ends(lease_id), lease_id, keys)
+        for (lease_id, unclaimed), keys in by_lease.items()
+    ]
     # Of leases that end together the one with most devices frees most.
     leases.sort(key=lambda each: (-each[0], _devices(node, each[2]), each[1]))
     return _Future(node.copy(), leases, now)
 
 
-def _devices(node: NodeCapacity, keys: list[AssignmentKey]) -> int:
+def _devices(node: NodeCapacity, keys: list[BookingKey]) -> int:
     return sum(len(node.bookings[key].place.devices) for key in keys)
 
 
