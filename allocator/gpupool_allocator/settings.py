@@ -182,7 +182,10 @@ class AllocatorSettings:
     )
     ended_kept: int = _whole(10_000, 0, 1_000_000, "Ended leases remembered for retries.")
     prepare_attempts: int = _whole(
-        3, 1, 100, "How often a member is placed anew when its node cannot prepare it."
+        3,
+        1,
+        100,
+        "How often a member is tried that its node cannot prepare, or prepares and loses again.",
     )
     keeper: bool = _flag(
         default=True,

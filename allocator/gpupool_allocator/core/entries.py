@@ -33,6 +33,7 @@ class MemberEntry:
     are the first to name this token, and to name it no longer. ``assignment`` is what
     its node must carry out, made once for each token. ``stored_token``: the token under
     which the store had it when this term began; 0: it is younger than this term.
+    ``losses``: accounts in a row by which its node had lost it, though it was ready.
     """
 
     group: str
@@ -46,6 +47,7 @@ class MemberEntry:
     given: tuple[ShareGiven, ...] = ()
     degraded: str = ""
     seen: bool = False
+    losses: int = 0
     named_at: int | None = None
     dropped_at: int | None = None
     assignment: Assignment | None = None

@@ -68,7 +68,9 @@ def settle_assignments(
         if report.state is not AssignmentState.ENDED
     }
     for key, member in list(node.members.items()):
-        if (key, member.token) not in said and _was_told(member, accepted):
+        if (key, member.token) in said:
+            member.losses = 0 if member.state is MemberState.READY else member.losses
+        elif _was_told(member, accepted):
             lease = state.leases[key.lease_id]
             _settle_unnamed(state, node, lease, member, in_hello=accepted is None)
     keys = {key for key, _ in said}
@@ -97,13 +99,11 @@ def _settle_unnamed(
         member.begin_anew(member.token)
         return
     cause = f"node {node.node_id} does not run it any more"
-    if was is MemberState.PREPARING:
-        # It took it on and has lost it: a failure to prepare, and as often tried again.
-        lease.prepare_failures += 1
-        if lease.prepare_failures >= state.settings.prepare_attempts:
+    if was in RUNS_ON_NODE:
+        times, how = _count_loss(lease, member)
+        if times >= state.settings.prepare_attempts:
             member.seen = False
-            attempts = f"attempt {lease.prepare_failures}"
-            begin_end(state, lease, LeaseState.FAILED, f"{cause} ({attempts})")
+            begin_end(state, lease, LeaseState.FAILED, f"{cause} ({how})")
             return
     kind = "member.ended" if was is MemberState.ENDING else "member.preparing"
     state.out.record(kind, lease.lease_id, cause, {"rank": str(member.rank)})
@@ -116,6 +116,19 @@ def _settle_unnamed(
     if was is MemberState.READY:
         lease.generation += 1
     state.lease_changed(lease, tell=was is MemberState.READY)
+
+
+def _count_loss(lease: LeaseEntry, member: MemberEntry) -> tuple[int, str]:
+    """How often it was lost like this, also in words; it is tried again a bounded number of times.
+
+    Lost while it was prepared is a failure to prepare. A ready one may be lost now and
+    then in a long life, by reboots: only losses between which no account named it count.
+    """
+    if member.state is MemberState.PREPARING:
+        lease.prepare_failures += 1
+        return lease.prepare_failures, f"attempt {lease.prepare_failures}"
+    member.losses += 1
+    return member.losses, f"prepared and lost {member.losses} times"
 
 
 def _is_strange(state: State, node: NodeEntry, report: AssignmentReport) -> bool:
