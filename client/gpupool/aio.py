@@ -25,6 +25,7 @@ from gpupool.sdk.connection import CALL_TIMEOUT_S, RETRY_S, Connection
 from gpupool.sdk.lease import AsyncLease, OnChange, read_lease, watch
 from gpupool.sdk.renewal import Renewer
 from gpupool.v1 import lease_pb2, pool_pb2
+from gpupool.wire.door import INT64_MAX
 from gpupool.wire.enums import LEASE_STATES
 from gpupool.wire.pool import HoldAsk, event_from_proto, hold_ask_to_proto, hold_from_proto
 from gpupool.wire.request import lease_spec_to_proto
@@ -246,6 +247,14 @@ class AsyncClient:
                 async for event in coming:
                     if not subject or event.subject == subject:
                         yield event
+
+    async def newest_event(self) -> int:
+        """Sequence number of the newest event; 0: there is none."""
+        # After the last that there can be: only the bounds are asked for.
+        request = pool_pb2.ListEventsRequest(page_size=1, after_sequence=INT64_MAX)
+        return await self._connection.read(
+            self._connection.pool.ListEvents, request, lambda response: int(response.last_sequence)
+        )
 
     async def _past_events(self, after: int, subject: str) -> AsyncGenerator[Event, None]:
         while True:

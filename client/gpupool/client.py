@@ -170,6 +170,10 @@ class Client:
             self._client.events(after=after, subject=subject, follow=follow)
         )
 
+    def newest_event(self) -> int:
+        """Sequence number of the newest event; 0: there is none."""
+        return self._thread.run(self._client.newest_event())
+
 
 class Lease:
     """A lease of a Client, best used as ``with client.lease(...) as lease``."""

@@ -10,6 +10,7 @@ from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.entries import LeaseEntry, MemberEntry
 from gpupool_allocator.core.placement import Plan, Unplaced, plan, validate
 from gpupool_allocator.core.state import State, queue_hold_id
+from gpupool_allocator.core.words import counted_are
 
 STORE_ASKED_FROM = 1024
 """Members and devices from which a lease's record may be too large: some 600 bytes each
@@ -81,7 +82,8 @@ def _behind_the_head(
     if isinstance(beyond, Unplaced):
         return beyond
     count = len(state.reserved)
-    message = f"{count} nodes are kept for request {state.reserved_for}, the first in the queue"
+    kept = counted_are(count, "node")
+    message = f"{kept} kept for request {state.reserved_for}, the first in the queue"
     return Unplaced(
         explanation=Explanation(
             summary=message,

@@ -218,6 +218,13 @@ class Pool:
         entry = self._state.leases.get(lease_id)
         return self._state.snapshot(entry) if entry is not None else None
 
+    def expires_at(self, lease_id: LeaseId) -> float | None:
+        """Monotonic time at which a TTL lease expires unless it is renewed; None: never."""
+        lease = self._state.leases.get(lease_id)
+        if lease is None or lease.ttl_s is None:
+            return None
+        return self._state.clocks.get(lease_id, ClockKind.HOLDER)
+
     def leases(
         self,
         *,
