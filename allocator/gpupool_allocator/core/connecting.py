@@ -1,16 +1,14 @@
 """Agents come and go: Hello, second agents, reboots, silence, inventory changes."""
 
-from dataclasses import replace
-
 from gpupool.model.assignment import Hello, Welcome
 from gpupool.model.errors import ErrorKind, Refused
 from gpupool.model.ids import ConnectionId, DeviceUuid, NodeId
-from gpupool.model.inventory import NodeInventory, NodeRecord
+from gpupool.model.inventory import NodeInventory
 from gpupool.model.lease import LeaseState
 from gpupool.model.limits import DEVICES_PER_NODE_MAX
 from gpupool_allocator.core.capacity import UnclaimedKey
 from gpupool_allocator.core.clocks import ClockKind
-from gpupool_allocator.core.effects import CloseConnection, Put, RaiseEpoch, SendWelcome
+from gpupool_allocator.core.effects import CloseConnection, RaiseEpoch, SendWelcome
 from gpupool_allocator.core.ending import begin_end, member_ended
 from gpupool_allocator.core.entries import DeviceEntry, NodeEntry
 from gpupool_allocator.core.events import NodeConnected, NodeDisconnected
@@ -158,19 +156,7 @@ def _settle_identity(state: State, node: NodeEntry, hello: Hello, *, rebooted: b
     ):
         take_inventory(state, node, hello.inventory)
     if changed:
-        store_node(state, node)
-
-
-def store_node(state: State, node: NodeEntry) -> None:
-    """Stores what is known of a node, missing devices included: they are missed, not forgotten."""
-    known = tuple(entry.device for entry in node.devices.values())
-    record = NodeRecord(
-        node_id=node.node_id,
-        boot_id=node.boot_id,
-        agent_version=node.agent_version,
-        inventory=replace(node.inventory, devices=known),
-    )
-    state.out.put("node", node.node_id, Put(record=record))
+        state.record_changed(node.node_id)
 
 
 def take_inventory(state: State, node: NodeEntry, inventory: NodeInventory) -> None:
@@ -239,6 +225,7 @@ def _move_device(state: State, uuid: DeviceUuid, old_id: NodeId, new_id: NodeId)
             member_ended(state, state.leases[key.lease_id], member)
     old.devices.pop(uuid, None)
     state.books.forget_device(uuid)
+    state.record_changed(old_id)
 
 
 def _end_holders_of_last_boot(state: State, node: NodeEntry) -> None:

@@ -1,11 +1,11 @@
 """The pool's own mutable entries behind the frozen words of ``gpupool.model``."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpupool.model.assignment import Assignment, AssignmentKey
 from gpupool.model.caller import Caller, ProcessRef
 from gpupool.model.ids import CommandId, ConnectionId, DeviceUuid, LeaseId, NodeId, RequestId
-from gpupool.model.inventory import Device, NodeInventory, StrayProcess
+from gpupool.model.inventory import Device, NodeInventory, NodeRecord, StrayProcess
 from gpupool.model.lease import (
     ENDED,
     NO_EXPLANATION,
@@ -195,6 +195,9 @@ class DeviceEntry:
 FaultName = tuple[str, DeviceUuid | None]
 """Code and device of a fault; no device: the node."""
 
+FAULTS_STORED_MAX = 32
+"""Open faults in a node's record, the newest: others are told once more after a restart."""
+
 
 @dataclass(slots=True, kw_only=True)
 class NodeEntry:
@@ -227,6 +230,19 @@ class NodeEntry:
     held_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
     unclaimed: dict[AssignmentKey, bool] = field(default_factory=dict[AssignmentKey, bool])
     faults: dict[FaultName, None] = field(default_factory=dict[FaultName, None])
+
+    def record(self) -> NodeRecord:
+        """The node as it is stored, missing devices included: they are missed, not forgotten."""
+        entries = self.devices.values()
+        return NodeRecord(
+            node_id=self.node_id,
+            boot_id=self.boot_id,
+            agent_version=self.agent_version,
+            inventory=replace(self.inventory, devices=tuple(each.device for each in entries)),
+            missing=tuple(each.device.uuid for each in entries if not each.present),
+            failed=tuple(each.device.uuid for each in entries if each.failed),
+            faults=tuple(self.faults)[-FAULTS_STORED_MAX:],
+        )
 
     def unclaimed_key(self, key: AssignmentKey) -> UnclaimedKey:
         """Names what the node runs under ``key`` and the pool does not know."""

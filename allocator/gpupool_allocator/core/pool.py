@@ -159,7 +159,7 @@ class Pool:
         node.heard(event.unix_s)
         if report.inventory is not None and report.inventory != node.inventory:
             connecting.take_inventory(state, node, report.inventory)
-            connecting.store_node(state, node)
+            state.record_changed(node.node_id)
         settling.take_report(state, node, report, now)
 
     def _time_passed(self, now: float) -> None:

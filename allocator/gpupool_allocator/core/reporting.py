@@ -187,6 +187,7 @@ def take_device_reports(state: State, node: NodeEntry, reports: Iterable[DeviceR
         if report.failed != had_failed:
             kind = "device.failed" if report.failed else "device.recovered"
             entry.lost_unix_s = node.seen_before_unix_s if report.failed else 0.0
+            state.record_changed(node.node_id)
             state.out.record(kind, report.uuid, report.reason or "reported by its node")
         if report.failed and not had_failed:
             device_lost(state, report.uuid, report.reason or "the driver has lost it")
@@ -234,6 +235,7 @@ def _record_fault(
     state: State, node: NodeEntry, name: FaultName, cause: str, *, is_open: bool
 ) -> None:
     code, device_uuid = name
+    state.record_changed(node.node_id)
     state.out.record(
         "fault.opened" if is_open else "fault.closed",
         device_uuid or node.node_id,

@@ -31,7 +31,8 @@ class State:
     ``fits_store``: a lease with these members can be stored as one record.
     ``freed``: nodes on which something became available during this event.
     ``heads``: the waiting requests that were asked last whether to keep places for them.
-    ``changed_nodes``: nodes whose desired state must be sent.
+    ``changed_nodes``: nodes whose desired state must be sent. ``changed_records``: nodes to
+    be stored.
     ``changed_leases``: leases to be stored; those in ``told`` are also shown to
     their listeners.
     """
@@ -62,6 +63,7 @@ class State:
     freed: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
     queue_changed: bool = False
     changed_nodes: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
+    changed_records: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
     changed_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
     told: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
 
@@ -83,6 +85,10 @@ class State:
     def node_changed(self, node_id: NodeId) -> None:
         """Marks a node to be sent its desired state."""
         self.changed_nodes[node_id] = None
+
+    def record_changed(self, node_id: NodeId) -> None:
+        """Marks a node to be stored."""
+        self.changed_records[node_id] = None
 
     def node_freed(self, node_id: NodeId) -> None:
         """Notes that something may have become available on a node."""
@@ -143,6 +149,8 @@ class State:
 
     def flush(self) -> None:
         """Turns the marks of this event into effects."""
+        for node_id in self.changed_records:
+            self.out.put("node", node_id, Put(record=self.nodes[node_id].record()))
         for lease_id in self.changed_leases:
             lease = self.leases.get(lease_id)
             if lease is not None:
@@ -151,7 +159,8 @@ class State:
             self._tell(self.leases.get(lease_id))
         for node_id in self.changed_nodes:
             self._send_desired(self.nodes.get(node_id))
-        self.changed_leases, self.told, self.changed_nodes = {}, {}, {}
+        self.changed_records, self.changed_leases = {}, {}
+        self.told, self.changed_nodes = {}, {}
 
     def _tell(self, lease: LeaseEntry | None) -> None:
         if lease is None or not lease.listeners:
