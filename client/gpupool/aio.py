@@ -20,7 +20,7 @@ from gpupool.model.views import (
     UnclaimedAssignment,
 )
 from gpupool.sdk.asking import Ask, Shape, acquire_ask, lease_spec
-from gpupool.sdk.calls import Backoff, worth_retrying
+from gpupool.sdk.calls import Backoff, OnOutage, worth_retrying
 from gpupool.sdk.connection import CALL_TIMEOUT_S, RETRY_S, Connection
 from gpupool.sdk.lease import AsyncLease, OnChange, read_lease, watch
 from gpupool.sdk.renewal import Renewer
@@ -48,7 +48,8 @@ class AsyncClient:
 
     ``address``: "host:port" or "unix:/path"; without it $GPUPOOL_ADDRESS, else this
     node's agent, else 127.0.0.1:7070. ``timeout_s`` bounds each try of a call,
-    ``retry_s`` how long a change is tried again while the pool cannot be reached.
+    ``retry_s`` how long a change is tried again while the pool cannot be reached;
+    ``on_outage`` is called with the error and that time when such an outage begins.
     Every call raises GpupoolError. Close it, or use it with ``async with``.
     """
 
@@ -58,8 +59,11 @@ class AsyncClient:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         retry_s: float = RETRY_S,
+        on_outage: OnOutage | None = None,
     ) -> None:
-        self._connection = Connection(address, timeout_s=timeout_s, retry_s=retry_s)
+        self._connection = Connection(
+            address, timeout_s=timeout_s, retry_s=retry_s, on_outage=on_outage
+        )
         self._renewer = Renewer(self._connection)
 
     @property
