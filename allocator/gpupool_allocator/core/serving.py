@@ -10,7 +10,9 @@ from itertools import islice
 from math import inf
 
 from gpupool.model.ids import HoldId, LeaseId, NodeId
+from gpupool.model.lease import LeaseState
 from gpupool_allocator.core.clocks import ClockKind
+from gpupool_allocator.core.ending import begin_end
 from gpupool_allocator.core.entries import LeaseEntry
 from gpupool_allocator.core.granting import Granted, passes, try_grant
 from gpupool_allocator.core.placement import may_fit_now, soonest
@@ -41,10 +43,10 @@ def serve(state: State, now: float) -> None:
     state.queue_changed = False
     for _ in range(ROUNDS_MAX):
         freed, state.freed = list(state.freed), {}
-        granted = _one_pass(state, freed, now)
-        order_changed = order_changed or granted
+        left = _one_pass(state, freed, now)
+        order_changed = order_changed or left
         # A request that comes or goes behind the heads changes nothing for them.
-        if granted or _heads(state) != state.heads or (freed and state.reserved_for is None):
+        if left or _heads(state) != state.heads or (freed and state.reserved_for is None):
             _choose_reservation(state, now)
         if not state.freed:
             break
@@ -68,24 +70,28 @@ def _tell_positions(state: State) -> None:
 
 def _one_pass(state: State, freed: list[NodeId], now: float) -> bool:
     """Tries every waiting request once; True when one left the queue."""
-    granted = False
+    left = False
     if not freed:
-        return granted  # an arrival lets in nobody who waits already
+        return left  # an arrival lets in nobody who waits already
     for lease_id in list(state.queue):
         lease = state.leases[lease_id]
         through = passes(state, lease.spec, lease_id, now)
         if not may_fit_now(state.books, lease.spec, freed, through):
             continue
         found = try_grant(state, lease, now)
-        if isinstance(found, Granted):
-            state.queue.remove(lease_id)
-            granted = True
+        if isinstance(found, Granted) or found.too_large:
+            if isinstance(found, Granted):
+                state.queue.remove(lease_id)
+            else:
+                # No more room will help it, and it must keep no places from others.
+                begin_end(state, lease, LeaseState.CANCELLED, found.explanation.summary)
+            left = True
             if lease_id == state.reserved_for:
                 _reserve(state, None, (), inf)
         elif found.explanation != lease.explanation:
             lease.explanation = found.explanation
             state.told[lease_id] = None
-    return granted
+    return left
 
 
 def refresh_reservation(state: State, now: float) -> None:
