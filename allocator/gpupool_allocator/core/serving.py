@@ -24,6 +24,9 @@ HEADS_TRIED_MAX = 8
 TOLD_MAX = 100
 """Waiting requests whose listeners hear of a new position."""
 
+TOLD_EXACTLY_MAX = 10
+"""The first of them hear of each; the others when it has changed by a tenth."""
+
 ROUNDS_MAX = 4
 """Rounds of one event: places that the head gives up may suit others, and so on."""
 
@@ -46,7 +49,7 @@ def serve(state: State, now: float) -> None:
         left = _one_pass(state, freed, now)
         order_changed = order_changed or left
         # A request that comes or goes behind the heads changes nothing for them.
-        if left or _heads(state) != state.heads or (freed and state.reserved_for is None):
+        if left or _may_choose_anew(state, freed):
             _choose_reservation(state, now)
         if not state.freed:
             break
@@ -59,11 +62,29 @@ def _heads(state: State) -> tuple[LeaseId, ...]:
     return tuple(islice(state.queue, HEADS_TRIED_MAX))
 
 
+def _may_choose_anew(state: State, freed: list[NodeId]) -> bool:
+    """Whether other places might be kept: for a head that is new, or as the present one is gone.
+
+    The heads before the present one were asked and can have none; those behind it wait for it.
+    """
+    heads = _heads(state)
+    if state.reserved_for is None:
+        return bool(freed) or not set(heads) <= set(state.heads)
+    if state.reserved_for not in heads:
+        return True
+    return not set(heads[: heads.index(state.reserved_for)]) <= set(state.heads)
+
+
 def _tell_positions(state: State) -> None:
-    """Lets the first in the queue hear of a position that they have not heard of."""
+    """Lets the first in the queue hear of a position that is news to them.
+
+    Each is an answer with the whole request in it, and a queue moves with every grant.
+    """
     for position, lease_id in zip(range(1, TOLD_MAX + 1), state.queue, strict=False):
         lease = state.leases[lease_id]
-        if lease.position_told != position:
+        told = lease.position_told
+        exactly = told == 0 or position <= TOLD_EXACTLY_MAX
+        if position != told and (exactly or 10 * abs(position - told) >= told):
             lease.position_told = position
             state.told[lease_id] = None
 
