@@ -1,6 +1,6 @@
 """From the store's records to a running pool: holders get their full TTL anew."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpupool.model.hold import Hold
 from gpupool.model.ids import DeviceUuid, LeaseId, NodeId
@@ -67,25 +67,45 @@ def _age(lease: Lease) -> tuple[float, LeaseId]:
 
 
 def _add_node(state: State, node_id: NodeId, record: NodeRecord | None) -> None:
-    inventory = record.inventory if record is not None else NodeInventory()
+    record = record or NodeRecord(
+        node_id=node_id, boot_id="", agent_version="", inventory=NodeInventory()
+    )
     node = NodeEntry(
         node_id=node_id,
-        boot_id=record.boot_id if record is not None else "",
-        agent_version=record.agent_version if record is not None else "",
+        boot_id=record.boot_id,
+        agent_version=record.agent_version,
         agent_instance_id="",
-        inventory=inventory,
+        inventory=_without_moved(state, node_id, record.inventory),
+        faults=dict.fromkeys(record.faults),
     )
     state.nodes[node_id] = node
-    for device in inventory.devices:
-        node.devices[device.uuid] = DeviceEntry(device=device)
+    missing, failed = set(record.missing), set(record.failed)
+    for device in node.inventory.devices:
+        node.devices[device.uuid] = DeviceEntry(
+            device=device, present=device.uuid not in missing, failed=device.uuid in failed
+        )
         state.device_nodes[device.uuid] = node_id
-    state.put_on_books(node_id, inventory)
+    state.put_on_books(node_id, node.inventory)
+    if missing:
+        # Known to the books first: leases may be on them.
+        present = tuple(each.device for each in node.devices.values() if each.present)
+        node.inventory = replace(node.inventory, devices=present)
+        state.put_on_books(node_id, node.inventory)
+
+
+def _without_moved(state: State, node_id: NodeId, inventory: NodeInventory) -> NodeInventory:
+    """An inventory without what another node's record has; release 0.1.0 left it in both."""
+    devices = inventory.devices
+    if all(state.device_nodes.get(device.uuid, node_id) == node_id for device in devices):
+        return inventory
+    own = [each for each in devices if state.device_nodes.get(each.uuid, node_id) == node_id]
+    return replace(inventory, devices=tuple(own))
 
 
 def _add_unclaimed(state: State, record: UnclaimedRecord) -> None:
     if record.node_id not in state.nodes:
         _add_node(state, record.node_id, None)
-    state.unclaimed[record.report.key] = record
+    state.unclaimed[record.key] = record
     state.nodes[record.node_id].unclaimed[record.report.key] = False
 
 
@@ -112,6 +132,7 @@ def _add_lease(state: State, record: Lease, now: float, unix_s: float) -> None:
                 rank=member.rank,
                 token=member.token,
                 place=member.place,
+                stored_token=member.token,
                 state=member.state,
                 dropped_at=0 if member.state is MemberState.ENDING else None,
             )
