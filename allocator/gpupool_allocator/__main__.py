@@ -78,8 +78,9 @@ def _run(
         from gpupool_allocator import daemon, keeper, logs
     except ModuleNotFoundError as error:
         # People who only work with a pool have the program on their path all the same.
+        library = (error.name or "").partition(".")[0]
         sys.stderr.write(
-            f"gpupool-allocator: {error.name} is not installed; install gpupool with its extra "
+            f"gpupool-allocator: {library} is not installed; install gpupool with its extra "
             "[allocator] (from a checkout: pip install '.[allocator]')\n"
         )
         return EXIT_UNAVAILABLE

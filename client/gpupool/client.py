@@ -48,9 +48,7 @@ class Client:
         self._thread = LoopThread()
 
         async def connect() -> AsyncClient:
-            return AsyncClient(
-                resolved, timeout_s=timeout_s, retry_s=retry_s, on_outage=on_outage
-            )
+            return AsyncClient(resolved, timeout_s=timeout_s, retry_s=retry_s, on_outage=on_outage)
 
         self._client = self._thread.run(connect())
         self._end = weakref.finalize(self, _end, self._thread, self._client)

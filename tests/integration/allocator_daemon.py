@@ -89,7 +89,15 @@ class Daemon:
         ]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gpupool_allocator", *flags, *more, "--ready-file", self.ready],
+                [
+                    sys.executable,
+                    "-m",
+                    "gpupool_allocator",
+                    *flags,
+                    *more,
+                    "--ready-file",
+                    self.ready,
+                ],
                 stderr=log,
             )
         return self.process

@@ -56,6 +56,8 @@ async def test_a_lease_is_granted_renewed_seen_and_released(daemon: Daemon) -> N
         assert kept.ttl.seconds == 600
 
         seen = await calls.leases.GetLease(lease_pb2.GetLeaseRequest(lease_id=lease.lease_id))
+        assert seen.lease.expire_time.seconds > seen.lease.grant_time.seconds
+        seen.lease.ClearField("expire_time")  # told to who reads it, as of now
         assert seen.lease == lease
         pool = await calls.pool.GetPool(pool_pb2.GetPoolRequest())
         assert (pool.devices_used, pool.devices_free) == (2, 6)

@@ -93,9 +93,7 @@ async def test_work_that_the_store_does_not_know_is_listed_and_kept_until_it_is_
 @one_loop
 async def test_two_nodes_that_claim_the_same_unknown_member_both_keep_it(daemon: Daemon) -> None:
     works = {name: assignment_on(name, "l-forgotten", rank=0, gpu=0) for name in ("n1", "n2")}
-    agents = [
-        PlayedAgent(name, gpus=1, running={work.key: work}) for name, work in works.items()
-    ]
+    agents = [PlayedAgent(name, gpus=1, running={work.key: work}) for name, work in works.items()]
     async with daemon.connected() as calls, playing(calls, *agents):
         await until(lambda: all(agent.desired and agent.desired.unclaimed for agent in agents))
         listed = await calls.pool.ListUnclaimed(pool_pb2.ListUnclaimedRequest())

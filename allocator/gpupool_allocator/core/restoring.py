@@ -39,8 +39,9 @@ class Restored:
 
 def rebuild(state: State, restored: Restored, now: float, unix_s: float) -> None:
     """Builds the pool from its records; no node is offered until it has spoken."""
+    moved = _moved(restored)
     for node in restored.nodes:
-        _add_node(state, node.node_id, node)
+        _add_node(state, node.node_id, _without(node, moved) if moved else node)
     for lease in sorted(restored.leases, key=_age):
         _add_lease(state, lease, now, unix_s)
     held = set[NodeId]()
@@ -75,7 +76,7 @@ def _add_node(state: State, node_id: NodeId, record: NodeRecord | None) -> None:
         boot_id=record.boot_id,
         agent_version=record.agent_version,
         agent_instance_id="",
-        inventory=_without_moved(state, node_id, record.inventory),
+        inventory=record.inventory,
         faults=dict.fromkeys(record.faults),
     )
     state.nodes[node_id] = node
@@ -93,13 +94,34 @@ def _add_node(state: State, node_id: NodeId, record: NodeRecord | None) -> None:
         state.put_on_books(node_id, node.inventory)
 
 
-def _without_moved(state: State, node_id: NodeId, inventory: NodeInventory) -> NodeInventory:
-    """An inventory without what another node's record has; release 0.1.0 left it in both."""
-    devices = inventory.devices
-    if all(state.device_nodes.get(device.uuid, node_id) == node_id for device in devices):
-        return inventory
-    own = [each for each in devices if state.device_nodes.get(each.uuid, node_id) == node_id]
-    return replace(inventory, devices=tuple(own))
+def _moved(restored: Restored) -> dict[DeviceUuid, NodeId]:
+    """Devices in the records of two nodes, where release 0.1.0 left them, by the node to trust.
+
+    That is the one on which a lease has it, else the first; its node says where it is.
+    """
+    homes: dict[DeviceUuid, NodeId] = {}
+    moved: dict[DeviceUuid, NodeId] = {}
+    for node in restored.nodes:
+        for device in node.inventory.devices:
+            home = homes.setdefault(device.uuid, node.node_id)
+            if home != node.node_id:
+                moved[device.uuid] = home
+    if moved:
+        for lease in restored.leases:
+            for member in lease.members if lease.state not in ENDED else ():
+                for share in member.place.devices:
+                    if share.device_uuid in moved and member.state is not MemberState.ENDED:
+                        moved[share.device_uuid] = member.place.node_id
+    return moved
+
+
+def _without(record: NodeRecord, moved: dict[DeviceUuid, NodeId]) -> NodeRecord:
+    own = tuple(
+        device
+        for device in record.inventory.devices
+        if moved.get(device.uuid, record.node_id) == record.node_id
+    )
+    return replace(record, inventory=replace(record.inventory, devices=own))
 
 
 def _add_unclaimed(state: State, record: UnclaimedRecord) -> None:

@@ -57,8 +57,7 @@ def open_database(path: Path, *, missed: StoreUnusableError | None = None) -> sq
     database = connect(path)
     try:
         with _opening(path):
-            if not _has_tables(path, database) and missed is not None:
-                raise missed
+            _check_owner(path, database, missed)
             _configure(path, database)
             _make_schema(database)
             _check_version(path, database)
@@ -120,13 +119,15 @@ def _opening(path: Path) -> Generator[None]:
         raise StoreError(f"{path} cannot be opened: {error}") from error
 
 
-def _has_tables(path: Path, database: sqlite3.Connection) -> bool:
-    """Whether it is a store, or still empty; StoreUnusableError for what is neither."""
+def _check_owner(
+    path: Path, database: sqlite3.Connection, missed: StoreUnusableError | None
+) -> None:
     (tables,) = database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     (owner,) = database.execute("PRAGMA application_id").fetchone()
     if tables and owner != APPLICATION_ID:
         raise StoreUnusableError(f"{path} is a database, but not a store of this program")
-    return bool(tables)
+    if not tables and missed is not None:
+        raise missed
 
 
 def _configure(path: Path, database: sqlite3.Connection) -> None:

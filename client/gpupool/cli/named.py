@@ -19,7 +19,7 @@ _NAMES_MAX = 20_000
 
 def check_node(client: Client, node_id: str) -> None:
     """NotFoundError where the pool has no such node, with those that are named alike."""
-    names = [node.node_id for node in client.nodes()]
+    names: list[str] = [node.node_id for node in client.nodes()]
     if node_id not in names:
         raise _unknown("node", node_id, names)
 

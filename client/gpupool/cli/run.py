@@ -115,13 +115,12 @@ def run(
         ask["process"] = True
     if is_agent_socket(client.address) and ask.get("replicas", 1) == 1:
         ask["on_caller_node"] = True
-    with client, signals_end_us():
-        with client.lease(on_change=narrator.tell, **ask) as lease:
-            narrator.tell_members_elsewhere(lease)
-            words = container_command(container, command, lease.env) if container else command
-            if print_only:
-                return _hold(lease, words, narrator)
-            return _under_lease(lease, words, narrator)
+    with client, signals_end_us(), client.lease(on_change=narrator.tell, **ask) as lease:
+        narrator.tell_members_elsewhere(lease)
+        words = container_command(container, command, lease.env) if container else command
+        if print_only:
+            return _hold(lease, words, narrator)
+        return _under_lease(lease, words, narrator)
 
 
 def _container(

@@ -110,11 +110,12 @@ def _set(message: Any, field: FieldDescriptor, value: object, at: str) -> None:
     elif isinstance(known, MutableSequence):
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise BadField(at, _kind(value), "lists")
+        entries = cast("Any", known)
         for index, each in enumerate(cast("Sequence[object]", value)):
             if field.message_type is not None:
-                _fill(cast("Any", known).add(), each, f"{at}[{index}]")
+                _fill(entries.add(), each, f"{at}[{index}]")
             else:
-                known.append(_scalar(field, each, f"{at}[{index}]"))
+                entries.append(_scalar(field, each, f"{at}[{index}]"))
     elif field.message_type is None:
         setattr(message, field.name, _scalar(field, value, at))
     else:
@@ -179,10 +180,10 @@ def _seconds(value: object, at: str) -> float:
     return duration_s(value, at, 0.0, _DURATION_S_MAX)
 
 
-def _kind(value: object) -> str:
-    """What a value is, in words of JSON and YAML."""
+def _kind(value: object) -> object:
+    """A value, or where it is long what it is, in words of JSON and YAML."""
     if value is None:
         return "nothing"
     if isinstance(value, Mapping):
         return "a mapping"
-    return "a list" if isinstance(value, list) else str(value)
+    return "a list" if isinstance(value, list) else value

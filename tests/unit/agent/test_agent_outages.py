@@ -126,7 +126,7 @@ def test_what_ended_out_of_time_is_told_with_that_cause_and_not_with_the_last_of
         bench = Bench(0, checkpoint=bench.checkpoint, connect=False, now=bench.now)
     bench.processes[gpu(0)] = []
     bench.wait(10)
-    (ended,) = bench.node.assignments()
+    (ended,) = bench.node.hello(agent_version="1", agent_instance_id="x").assignments
     assert (ended.state, ended.reason) == (AssignmentState.ENDED, "no allocator for 600 s")
 
 

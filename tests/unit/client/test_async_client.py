@@ -164,9 +164,7 @@ async def test_who_leaves_a_lease_of_a_pool_that_is_gone_can_be_interrupted(
         async with client.lease(gpus=1):
             await pool.stop()
 
-    async with AsyncClient(
-        pool.address, retry_s=1000, on_outage=lambda *_: outage.set()
-    ) as client:
+    async with AsyncClient(pool.address, retry_s=1000, on_outage=lambda *_: outage.set()) as client:
         holds = asyncio.create_task(hold(client))
         async with asyncio.timeout(20):
             await outage.wait()

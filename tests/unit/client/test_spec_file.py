@@ -81,5 +81,5 @@ def test_what_is_wrong_is_told_by_field_value_and_range(file: Path, text: str, t
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="none.yaml"):
+    with pytest.raises(InvalidRequestError, match=r"none\.yaml"):
         spec_from_file(tmp_path / "none.yaml")

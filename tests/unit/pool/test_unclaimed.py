@@ -133,9 +133,7 @@ def test_an_older_place_of_a_member_is_no_unknown_work() -> None:
     first, second, lease, _ = moved_to_n2(world)
     key = AssignmentKey(lease_id=lease.lease_id, rank=0)
     old = replace(second.running[key], token=lease.members[0].token - 1)
-    first.running[key] = replace(
-        old, place=replace(old.place, node_id=first.node_id, devices=())
-    )
+    first.running[key] = replace(old, place=replace(old.place, node_id=first.node_id, devices=()))
     world.restart()
     world.connect(second)
     world.connect(first)

@@ -189,10 +189,9 @@ def _rule_out_unable(index: ShapeIndex, funnel: _Funnel, need: Need, members: in
     text = "nodes whose GPUs take no slices"
     funnel.rule_out(failing & unsliceable, "slicing", text, "ask for whole GPUs")
     devices = _devices_least(need, members)
-    funnel.keep(
-        _having(index, need, devices), "gpu_count",
-        f"nodes with fewer than {counted(devices, 'such GPU')}", "spread the GPUs over more members",
-    )  # fmt: skip
+    text = f"nodes with fewer than {counted(devices, 'such GPU')}"
+    nearest = "spread the GPUs over more members"
+    funnel.keep(_having(index, need, devices), "gpu_count", text, nearest)
 
 
 def _rule_out_slice(
