@@ -60,6 +60,11 @@ def main() -> int:
         action="store_true",
         help="break one promise at a time and see a named test turn red",
     )
+    which.add_argument(
+        "--gpu",
+        action="store_true",
+        help="only the tests on this machine's real GPUs: as root, driver and MPS installed",
+    )
     options, pytest_arguments = parser.parse_known_args()
     # Ended by a CI runner or a terminal's hang-up: stop the children as for Ctrl-C.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -67,6 +72,10 @@ def main() -> int:
     try:
         if options.planted:
             return run("planted bugs", ["python", "tests/planted/run.py", *pytest_arguments])
+        if options.gpu:
+            # One after the other: they share the machine's GPUs.
+            command = ["python", "-m", "pytest", "-m", "gpu", "tests/gpu", *pytest_arguments]
+            return run("tests on real GPUs", command, tell_time=False)
         ensure_system_parts()
         failed = [name for name, command in CHECKS if run(name, command) != 0]
         if failed:

@@ -293,11 +293,15 @@ class World:
         self.settle()
         return self.lease_of(command)
 
-    def release(self, lease: Lease) -> CommandId:
+    def release(self, lease: Lease, caller: Caller | None = None) -> CommandId:
+        """End a lease, as its holder does or somebody else."""
         command = CommandId(self.next_id())
         self.handle(
             Release(
-                command=command, caller=lease.caller, lease_id=lease.lease_id, unix_s=self.unix_s
+                command=command,
+                caller=caller or lease.caller,
+                lease_id=lease.lease_id,
+                unix_s=self.unix_s,
             )
         )
         return command

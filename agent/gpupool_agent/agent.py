@@ -300,6 +300,7 @@ class Agent:
             self._step_failed("assignment.failed", key, token, str(error))
             return
         added = prepared.environment
+        added |= self.node.imex_environment(assignment, self._adapters.imex_channels())
         added |= await self._specs.write(
             assignment, lambda more: self.node.environment_of(assignment, added | more)
         )

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.agent_allocator import (
 
 from gpupool.v1 import lease_pb2, lease_pb2_grpc, node_pb2_grpc
 from gpupool_agent.devices.processes import ProcProcessTable, user_name
+from gpupool_agent.local.door import DoorTakenError, LocalDoor
 
 
 @pytest.fixture
@@ -246,6 +248,52 @@ async def test_the_socket_is_for_everybody_and_its_inner_one_for_nobody_else(
     assert stat.S_IMODE(door.path.parent.stat().st_mode) == 0o755
     assert door._private is not None
     assert stat.S_IMODE(door._private.stat().st_mode) == 0o700
+
+
+async def test_a_second_agent_on_the_socket_is_refused_and_the_first_keeps_its_clients(
+    running: RunningAgent, allocator: TinyAllocator
+) -> None:
+    """A later server on the path would take new clients, and the path with it at its end."""
+    assert running.agent.door is not None
+    path = running.agent.door.path
+    lock = path.with_name(f"{path.name}.lock")
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+    inode = path.stat().st_ino
+    for _ in range(2):
+        second = LocalDoor(
+            path,
+            node_id="n2",
+            link=running.agent.link,
+            connections_max=4,
+            start_ticks=ProcProcessTable().start_ticks,
+        )
+        with pytest.raises(DoorTakenError, match="is served by another agent"):
+            await second.start()
+        await second.stop()
+        assert path.stat().st_ino == inode
+    async with channel(running) as opened:
+        stub = lease_pb2_grpc.LeaseServiceStub(opened)
+        await stub.GetLease(lease_pb2.GetLeaseRequest(lease_id="l-1"))
+    assert [metadata["gpupool-node-id"] for _, metadata in allocator.forwarded] == ["n1"]
+
+
+async def test_what_a_dead_agent_left_of_its_socket_is_taken_over(
+    allocator: TinyAllocator, tmp_path: Path
+) -> None:
+    """kill -9 leaves path and lock file; the lock itself ends with its process."""
+    path = tmp_path / "agent.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    path.with_name("agent.sock.lock").touch()
+    agent = RunningAgent(tmp_path, f"127.0.0.1:{allocator.port}", socket=path)
+    try:
+        await until(lambda: agent.agent.link.channel, "the allocator")
+        async with channel(agent) as opened:
+            stub = lease_pb2_grpc.LeaseServiceStub(opened)
+            await stub.GetLease(lease_pb2.GetLeaseRequest(lease_id="l-1"))
+    finally:
+        await agent.stop()
+    assert not path.exists()
 
 
 async def test_an_agent_leaves_no_socket_behind(allocator: TinyAllocator, tmp_path: Path) -> None:

@@ -240,6 +240,7 @@ devices = st.builds(
     nvlinks_active=st.integers(0, 64),
     nvlinks_expected=st.integers(0, 64),
     nvlink_peers=st.dictionaries(full_names, st.integers(1, 64), max_size=3),
+    serial=names,
 )
 ports = st.builds(
     inv.HcaPort,

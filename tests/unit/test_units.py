@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gpupool_agent.helper.checks import ACTIONS
+
 pytestmark = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
 )
@@ -44,6 +46,27 @@ def test_a_unit_has_no_unknown_key_and_no_wrong_value(
 @pytest.mark.parametrize(("unit", "most"), UNITS.items())
 def test_a_unit_may_do_no_more_than_it_needs(unit: str, most: int, root: Path) -> None:
     analyze("security", "--offline=yes", f"--threshold={most}", root / "systemd" / unit)
+
+
+def test_every_line_against_the_helper_is_explained_and_no_other(root: Path) -> None:
+    """The table in docs/agent.md has what systemd-analyze marks, line by line."""
+    unit = root / "systemd" / "gpupool-helper.service"
+    told = analyze("security", "--offline=yes", "--no-pager", unit)
+    marked = {line.split()[1] for line in told.splitlines() if line.startswith("✗")}
+    assert "PrivateDevices=" in marked
+    page = (root / "docs" / "agent.md").read_text()
+    table = page.partition("## What systemd-analyze says")[2].partition("## Enforced")[0]
+    explained = {each.replace("\\|", "|") for each in re.findall(r"(?m)^\| `(.*?)` \|", table)}
+    assert explained == marked
+    score = re.search(r"exposure level for \S+: ([0-9.]+)", told)
+    assert score is not None
+    assert f"helper {score[1]}" in table
+
+
+def test_the_page_has_each_action_of_the_closed_list(root: Path) -> None:
+    page = (root / "docs" / "agent.md").read_text()
+    listed = page.partition("## The helper's closed list")[2].partition("## What systemd")[0]
+    assert re.findall(r"(?m)^\| `(\w+)` \|", listed) == list(ACTIONS)
 
 
 @pytest.mark.parametrize("unit", ["gpupool-helper.service", "gpupool-mps@.service"])

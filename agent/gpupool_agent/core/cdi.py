@@ -1,7 +1,8 @@
 """The CDI spec of a lease: what a container engine puts into a container that asks for it.
 
 A spec has one device for each member that the lease has on this node. A device brings
-the member's environment and, for slices, the way to its MPS daemon. The GPUs' own device
+the member's environment, for slices the way to its MPS daemon, and for GPUs of an NVLink
+domain that spans hosts the IMEX channel. The GPUs' own device
 nodes and libraries come from the specs that the driver's toolkit makes: CDI has no way to
 refer to them from here, so they are named in an annotation and asked for beside it.
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 from gpupool.model.assignment import AssignmentKey
 from gpupool.model.ids import LeaseId
+from gpupool_agent.core.environment import IMEX_CHANNEL
 
 KIND = "gpupool.io/lease"
 GPU_KIND = "nvidia.com/gpu"
@@ -64,6 +66,9 @@ def _device(member: CdiMember) -> dict[str, Any]:
     pipe_directory = member.environment.get(PIPE_DIRECTORY)
     if pipe_directory:
         edits["mounts"] = [_mount(pipe_directory), _mount(SHARED_MEMORY)]
+    channel = member.environment.get(IMEX_CHANNEL)
+    if channel:
+        edits["deviceNodes"] = [{"path": channel}]
     references = ",".join(f"{GPU_KIND}={uuid}" for uuid in member.gpus)
     return {
         "name": device_name(member.key),

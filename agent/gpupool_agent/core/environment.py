@@ -6,6 +6,26 @@ from gpupool.model.assignment import Assignment
 from gpupool.model.inventory import Device, Hca
 from gpupool_agent.core.rails import nearest, usable
 
+IMEX_CHANNEL = "GPUPOOL_IMEX_CHANNEL"
+"""In a lease's environment: the device node through which its hosts share GPU memory."""
+
+IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
+
+
+def imex_environment(
+    assignment: Assignment, *, devices: Sequence[Device], channels: Sequence[int]
+) -> dict[str, str]:
+    """The IMEX channel of a member with whole GPUs of an NVLink domain that spans hosts.
+
+    ``channels`` are the numbers that the node has. All members of a lease must have the
+    same one on all of their hosts, so it is the lowest, which sites make everywhere.
+    """
+    domains = {device.uuid: device.nvlink_domain for device in devices}
+    joined = any(
+        share.whole and domains.get(share.device_uuid) for share in assignment.place.devices
+    )
+    return {IMEX_CHANNEL: f"{IMEX_CHANNELS}/channel{min(channels)}"} if joined and channels else {}
+
 
 def lease_environment(
     assignment: Assignment,

@@ -10,7 +10,7 @@ The parts: ``fence`` (whose orders count), ``book`` (the assignments), ``devices
 on alone) and ``reporting`` (what the allocator hears).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -29,7 +29,7 @@ from gpupool.model.lease import ShareGiven
 from gpupool_agent.core.book import Book
 from gpupool_agent.core.clock import NodeClock
 from gpupool_agent.core.devices import Devices
-from gpupool_agent.core.environment import lease_environment
+from gpupool_agent.core.environment import imex_environment, lease_environment
 from gpupool_agent.core.events import (
     Checkpoint,
     CloseConnection,
@@ -185,6 +185,10 @@ class Node:
         return lease_environment(
             assignment, devices=self._inventory.devices, hcas=self._hcas, added=added
         )
+
+    def imex_environment(self, assignment: Assignment, channels: Sequence[int]) -> dict[str, str]:
+        """What the node's IMEX channels add to a member's environment."""
+        return imex_environment(assignment, devices=self._inventory.devices, channels=channels)
 
     def devices(self) -> tuple[DeviceReport, ...]:
         """State of every device."""

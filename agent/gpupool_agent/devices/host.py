@@ -8,6 +8,7 @@ from gpupool_agent.devices.blocking import BlockingCalls, CallThreads
 from gpupool_agent.devices.cdi import CdiDirectory
 from gpupool_agent.devices.hca import SysfsHcaReader
 from gpupool_agent.devices.helper_client import HelperClient, NoHelper
+from gpupool_agent.devices.imex import imex_channels
 from gpupool_agent.devices.interfaces import Adapters, HostFacts
 from gpupool_agent.devices.mps_daemons.real import real_mps
 from gpupool_agent.devices.nvml import NvmlDriver
@@ -51,4 +52,5 @@ def real_adapters(settings: AgentSettings) -> Adapters:
         disk_calls=BlockingCalls("disk", threads),
         cdi=CdiDirectory(settings.cdi_dir) if settings.cdi_dir else None,
         privileged=privileged,
+        imex_channels=imex_channels,
     )

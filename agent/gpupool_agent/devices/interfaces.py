@@ -271,3 +271,5 @@ class Adapters:
     cdi: CdiStore | None = None
     privileged: Privileged | None = None
     """The root helper; None where nothing needs root, as on a described machine."""
+    imex_channels: Callable[[], Sequence[int]] = tuple
+    """Numbers of the host's IMEX channels, now."""

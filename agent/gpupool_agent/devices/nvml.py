@@ -187,6 +187,7 @@ class NvmlDriver:
             nvlink_peers=links.nvlink_peers,
             sm_count=cores // CORES_PER_SM.get(capability, 128) if capability else 0,
             compute_capability=f"{capability[0]}.{capability[1]}" if capability else "",
+            serial=_text(_ask(nvml.nvmlDeviceGetSerial, handle)),
         )
 
     def _mig_device(self, parent: Device, handle: Any) -> Device:
@@ -205,6 +206,7 @@ class NvmlDriver:
             sliceable=False,
             parent_uuid=parent.uuid,
             compute_capability=parent.compute_capability,
+            serial=parent.serial,
         )
 
     def _usable_memory_mib(self, uuid: DeviceUuid, handle: Any) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpupool_agent.devices.interfaces import ProcessFacts
+from gpupool_agent.devices.sysfs import read_file
 
 ANCESTORS_MAX = 64
 COMMAND_CHARS_MAX = 253
@@ -105,8 +106,7 @@ class ProcProcessTable:
 
     def _stat(self, pid: int) -> tuple[int, int]:
         """Parent and start time. The name in brackets may hold blanks and brackets."""
-        text = (self._proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-        fields = text.rpartition(")")[2].split()
+        fields = read_file(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
         return int(fields[1]), int(fields[19])
 
     def _ancestors(self, parent: int) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
 """Reading small kernel files that may be missing, refuse to be read, or say "N/A".
 
-A host has hundreds of them, and they are read again and again, which with pathlib takes
-several times as long: so paths are plain texts here.
+A host has hundreds in /sys and thousands in /proc, and they are read again and again,
+which with pathlib takes several times as long: so paths are plain texts here.
 """
 
 import os
 
 BYTES_MAX = 4096
-"""No file of sysfs is longer."""
+"""No file that is read here is longer."""
 
 
 def read_file(path: str) -> str:

@@ -10,12 +10,14 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+OPEN_MODE = 0o1777
 PROCESSES_MAX = 4096
 """Files that are read in one directory; a node has fewer processes than that."""
 
@@ -64,7 +66,8 @@ class GpuProcesses:
         """Make the directory."""
         self.directory.mkdir(parents=True, exist_ok=True)
         # As /tmp: holders run as their own users, and may remove only their own files.
-        self.directory.chmod(0o1777)
+        if stat.S_IMODE(self.directory.stat().st_mode) != OPEN_MODE:
+            self.directory.chmod(OPEN_MODE)
 
     @contextlib.contextmanager
     def at_one_moment(self) -> Generator[None]:

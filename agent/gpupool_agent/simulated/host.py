@@ -230,6 +230,8 @@ class SimulatedHost:
             driver_calls=SimulatedDriverCalls(self.node, self._threads),
             disk_calls=BlockingCalls("disk", self._threads),
             cdi=CdiDirectory(self.settings.cdi_dir) if self.settings.cdi_dir else None,
+            # The one that sites make where the NVLink domain spans hosts.
+            imex_channels=lambda: (0,) if machine.fabric.multi_node else (),
         )
 
     def _dial(self, address: str) -> grpc.aio.Channel:

@@ -110,6 +110,12 @@ def _uuid(_node: SimulatedNode, gpu: SimulatedGpu, buffer: Any, size: Any) -> in
     return fill_text(buffer, size, gpu.uuid)
 
 
+@CALLS.device_function("nvmlDeviceGetSerial")
+def _serial(_node: SimulatedNode, gpu: SimulatedGpu, buffer: Any, size: Any) -> int:
+    # Made from what is the GPU's own, in the form of NVIDIA's.
+    return fill_text(buffer, size, f"{int(gpu.uuid[-12:], 16) % 10**13:013d}")
+
+
 @CALLS.device_function("nvmlDeviceGetName")
 def _name(node: SimulatedNode, _gpu: SimulatedGpu, buffer: Any, size: Any) -> int:
     return fill_text(buffer, size, node.machine.gpu.name)

@@ -146,8 +146,11 @@ def keep_alive(state: State, event: KeepAlive, now: float) -> None:
 def release(state: State, event: Release) -> None:
     """Ends a lease; the answer shows it releasing, or ended."""
     lease = state.leases.get(event.lease_id)
-    refused = unknown_lease(event.lease_id) if lease is None else _unwritable(state)
-    if lease is None or (refused is not None and not lease.ended):
+    if lease is None:
+        refused: Refused | None = unknown_lease(event.lease_id)
+    else:
+        refused = _not_its_holder(event, lease) or (None if lease.ended else _unwritable(state))
+    if lease is None or refused is not None:
         assert refused is not None
         state.out.refuse(event.command, refused)
         return
@@ -278,6 +281,23 @@ def _not_operator(event: AddHold | RemoveHold | EndUnclaimed) -> Refused | None:
     if event.caller.role is Role.OPERATOR:
         return None
     return Refused(kind=ErrorKind.FORBIDDEN, message="only operators may do this")
+
+
+def _not_its_holder(event: Release, lease: LeaseEntry) -> Refused | None:
+    """On a node a user ends only what that user asked for.
+
+    Of a caller on another machine nobody has said who it is (uid 0, and no operator): its
+    requests carry what they name.
+    """
+    caller = event.caller
+    if caller.role is not Role.USER or caller.uid in (0, lease.caller.uid):
+        return None
+    return Refused(
+        kind=ErrorKind.FORBIDDEN,
+        field="lease_id",
+        message=f"lease_id: {lease.lease_id} is held by uid {lease.caller.uid}, not by"
+        f" {caller.uid}; its holder, root or an operator can end it",
+    )
 
 
 def _queue_full(state: State) -> Refused:

@@ -31,6 +31,7 @@ _DEVICE_FIELDS: dict[str, tuple[str, Any]] = {
     "nvlinks_active": ("links", 0),
     "nvlinks_expected": ("links_expected", 0),
     "nvlink_peers": ("peers", {}),
+    "serial": ("serial", ""),
 }
 # Every field that a record may have; what it lacks has the model's default.
 _DEVICE_NAMES = {

@@ -26,7 +26,8 @@ class Device:
     cannot say); it can be used when it is completed and ``fabric_status`` (a return
     code of NVML) is 0, and only then ``nvlink_domain`` is set. ``nvlinks_expected``
     counts the links that the device has, ``nvlink_peers`` its active ones by what is
-    at their other end: the PCI address of a GPU, or NVSWITCH.
+    at their other end: the PCI address of a GPU, or NVSWITCH. ``serial`` is the board's
+    serial number, empty where the driver does not tell it.
     """
 
     uuid: DeviceUuid
@@ -49,6 +50,7 @@ class Device:
     nvlinks_active: int = 0
     nvlinks_expected: int = 0
     nvlink_peers: dict[str, int] = field(default_factory=dict[str, int])
+    serial: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

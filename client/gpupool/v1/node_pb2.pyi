@@ -362,6 +362,7 @@ class Device(_message.Message):
     NVLINKS_ACTIVE_FIELD_NUMBER: _builtins.int
     NVLINKS_EXPECTED_FIELD_NUMBER: _builtins.int
     NVLINK_PEERS_FIELD_NUMBER: _builtins.int
+    SERIAL_FIELD_NUMBER: _builtins.int
     uuid: _builtins.str
     """"GPU-..." or "MIG-...": its only identity."""
     model: _builtins.str
@@ -404,6 +405,8 @@ class Device(_message.Message):
     """NVLinks that are up, 0..64."""
     nvlinks_expected: _builtins.int
     """NVLinks that the device has, 0..64."""
+    serial: _builtins.str
+    """Serial number of its board, empty: the driver does not tell it."""
     @_builtins.property
     def nvlink_peers(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Active NVLinks by what is at their other end: the PCI address of a GPU, or
@@ -433,10 +436,11 @@ class Device(_message.Message):
         nvlinks_active: _builtins.int = ...,
         nvlinks_expected: _builtins.int = ...,
         nvlink_peers: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        serial: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clique_id", b"clique_id", "cluster_uuid", b"cluster_uuid", "compute_capability", b"compute_capability", "cpus", b"cpus", "fabric_state", b"fabric_state", "fabric_status", b"fabric_status", "index", b"index", "memory_mib", b"memory_mib", "model", b"model", "numa_node", b"numa_node", "nvlink_domain", b"nvlink_domain", "nvlink_peers", b"nvlink_peers", "nvlinks_active", b"nvlinks_active", "nvlinks_expected", b"nvlinks_expected", "parent_uuid", b"parent_uuid", "pci_address", b"pci_address", "pci_path", b"pci_path", "sliceable", b"sliceable", "sm_count", b"sm_count", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clique_id", b"clique_id", "cluster_uuid", b"cluster_uuid", "compute_capability", b"compute_capability", "cpus", b"cpus", "fabric_state", b"fabric_state", "fabric_status", b"fabric_status", "index", b"index", "memory_mib", b"memory_mib", "model", b"model", "numa_node", b"numa_node", "nvlink_domain", b"nvlink_domain", "nvlink_peers", b"nvlink_peers", "nvlinks_active", b"nvlinks_active", "nvlinks_expected", b"nvlinks_expected", "parent_uuid", b"parent_uuid", "pci_address", b"pci_address", "pci_path", b"pci_path", "serial", b"serial", "sliceable", b"sliceable", "sm_count", b"sm_count", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,7 @@ def device_to_proto(device: Device) -> pb.Device:
         nvlinks_active=device.nvlinks_active,
         nvlinks_expected=device.nvlinks_expected,
         nvlink_peers=device.nvlink_peers,
+        serial=device.serial,
     )
 
 
@@ -78,6 +79,7 @@ def device_from_proto(at: str, message: pb.Device) -> Device:
             at, "nvlinks_expected", message.nvlinks_expected, 0, _NVLINKS_MAX
         ),
         nvlink_peers=_nvlink_peers(at, message),
+        serial=door.text(at, "serial", message.serial),
     )
 
 

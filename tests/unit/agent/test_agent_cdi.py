@@ -12,8 +12,10 @@ from tests.agent_bench import assignment, key, whole
 from gpupool.model.ids import LeaseId
 from gpupool_agent.containers import LeaseSpecs
 from gpupool_agent.core.cdi import CdiMember, reference, spec_document
+from gpupool_agent.core.environment import IMEX_CHANNEL, IMEX_CHANNELS
 from gpupool_agent.devices.cdi import CdiDirectory
 from gpupool_agent.devices.privileged import NotPermittedError, PrivilegedError
+from gpupool_agent.helper.cdi import Mountable, checked_spec
 
 SCHEMA = json.loads(Path(__file__).with_name("cdi.schema.json").read_text())
 WHOLE = {"CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1", "GPUPOOL_LEASE_ID": "l-a"}
@@ -58,6 +60,23 @@ def test_the_spec_of_a_slice_brings_its_mps_daemon_and_the_shared_memory() -> No
         ("/dev/shm",) * 2,
     ]
     assert all("bind" in each["options"] for each in mounts)
+
+
+def test_the_spec_of_gpus_in_an_nvlink_domain_brings_the_imex_channel() -> None:
+    channel = f"{IMEX_CHANNELS}/channel0"
+    document = valid(spec_document(LeaseId("l-a"), [member({**WHOLE, IMEX_CHANNEL: channel}, "G")]))
+    edits = document["devices"][0]["containerEdits"]
+    assert edits["deviceNodes"] == [{"path": channel}]
+    assert f"{IMEX_CHANNEL}={channel}" in edits["env"]
+
+
+@pytest.mark.parametrize(
+    "environment", [WHOLE, SLICE, {**WHOLE, IMEX_CHANNEL: f"{IMEX_CHANNELS}/channel2047"}]
+)
+def test_the_root_helper_lets_through_what_the_agent_writes(environment: dict[str, str]) -> None:
+    document = spec_document(LeaseId("l-a"), [member(environment, "GPU-0", rank=1)])
+    mountable = Mountable(below=Path("/run/gpupool"), paths=(Path("/dev/shm"),))
+    assert json.loads(checked_spec(json.dumps(document), mountable)) == document
 
 
 def test_members_on_one_node_have_devices_of_their_own() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from tests.unit.agent.sysfs_trees import port_files, real_tree, write_tree
 
-from gpupool.model.inventory import UNKNOWN_GUID, Hca
-from gpupool_agent.core.rails import expected_rate_mbps, usable
+from gpupool.model.ids import DeviceUuid
+from gpupool.model.inventory import UNKNOWN_GUID, Device, Hca
+from gpupool_agent.core.rails import Rails, expected_rate_mbps, usable
 from gpupool_agent.core.readings import PortCounters
 from gpupool_agent.devices import hca_counters
 from gpupool_agent.devices.hca import SysfsHcaReader
@@ -111,6 +112,22 @@ def test_an_hdr_host_has_its_adapters_at_their_slots(shared: Path, tmp_path: Pat
     assert {(hca.ports[0].rate_mbps, hca.ports[0].speed) for hca in hcas.values()} == {
         (200_000, "HDR")
     }
+
+
+def test_a_host_whose_adapters_are_all_slow_needs_the_operators_word(
+    shared: Path, tmp_path: Path
+) -> None:
+    """Real: eight adapters of 200 Gb/s that came up with 100, so no peer gives one away."""
+    hcas = tuple(
+        read(real_tree(tmp_path, recorded(shared, "gcm_learn_ib_intf_bad_rate.json"))).values()
+    )
+    assert [hca.ports[0].rate_mbps for hca in hcas] == [100_000] * 8
+    gpus = [
+        Device(uuid=DeviceUuid(hca.name), model="A100", pci_address=hca.pci_address) for hca in hcas
+    ]
+    for word, expected in ((0, 100_000), (200_000, 200_000)):
+        numbered = Rails(word).number(hcas, gpus)
+        assert {hca.ports[0].expected_rate_mbps for hca in numbered} == {expected}
 
 
 # -- what hosts do wrong --------------------------------------------------------

@@ -22,7 +22,13 @@ from gpupool_agent.checkpoint import StateDirectory
 from gpupool_agent.core.events import InventoryRead, MpsChanged, Prepare, StepDone
 from gpupool_agent.core.shares import shares_given
 from gpupool_agent.devices.mps import InProcessMps
-from gpupool_agent.devices.mps_daemons.foreign import MpsProcess, foreign_on, mps_processes
+from gpupool_agent.devices.mps_daemons import foreign as foreign_module
+from gpupool_agent.devices.mps_daemons.foreign import (
+    MpsProcess,
+    MpsScan,
+    foreign_on,
+    mps_processes,
+)
 from gpupool_agent.steps import StepFailedError, Steps
 
 SM_COUNT = 132
@@ -168,7 +174,17 @@ def test_our_daemon_its_servers_and_what_it_left_behind_are_ours() -> None:
     assert foreign(orphan) == {}
 
 
+def process_in(proc: Path, pid: int, comm: str, command: bytes, state: str = "S") -> None:
+    directory = proc / str(pid)
+    directory.mkdir(exist_ok=True)
+    (directory / "comm").write_text(f"{comm}\n")
+    (directory / "cmdline").write_bytes(command)
+    (directory / "stat").write_text(f"{pid} ({comm}) {state} 1 " + "0 " * 20)
+    (directory / "environ").write_bytes(b"A=b\0")
+
+
 def test_daemons_and_servers_are_told_from_the_shell_and_from_the_dead(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
     for pid, comm, command, state in (
         (1, "nvidia-cuda-mps", b"/usr/bin/nvidia-cuda-mps-control\0-d\0", "S"),
         (2, "nvidia-cuda-mps", b"nvidia-cuda-mps-server\0", "S"),
@@ -177,10 +193,37 @@ def test_daemons_and_servers_are_told_from_the_shell_and_from_the_dead(tmp_path:
         (5, "nvidia-cuda-mps", b"", "R"),
         (6, "python", b"python\0-d\0", "S"),
     ):
-        directory = tmp_path / str(pid)
-        directory.mkdir()
-        (directory / "comm").write_text(f"{comm}\n")
-        (directory / "cmdline").write_bytes(command)
-        (directory / "stat").write_text(f"{pid} ({comm}) {state} 1 " + "0 " * 20)
-        (directory / "environ").write_bytes(b"A=b\0")
-    assert sorted(each.pid for each in mps_processes(tmp_path)) == [1, 2]
+        process_in(tmp_path, pid, comm, command, state)
+    assert [each.pid for each in mps_processes(tmp_path)] == [1, 2]
+
+
+def test_of_thousands_of_processes_only_new_ones_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    original = foreign_module.read_file
+
+    def counting(path: str) -> str:
+        read.append(path)
+        return original(path)
+
+    monkeypatch.setattr(foreign_module, "read_file", counting)
+    daemon = (b"nvidia-cuda-mps-control\0-f\0",)
+    for pid in range(100, 200):
+        process_in(tmp_path, pid, "kworker/0:1", b"")
+    process_in(tmp_path, 300, "nvidia-cuda-mps", *daemon)
+    scan = MpsScan(tmp_path)
+    assert [each.pid for each in scan.look(whole=True)] == [300]
+    read.clear()
+    process_in(tmp_path, 301, "nvidia-cuda-mps", *daemon)
+    # A pid that goes and comes again is a new one.
+    (tmp_path / "100").rename(tmp_path / "gone")
+    assert [each.pid for each in scan.look(whole=False)] == [300, 301]
+    (tmp_path / "gone").rename(tmp_path / "100")
+    process_in(tmp_path, 100, "nvidia-cuda-mps", *daemon)
+    assert [each.pid for each in scan.look(whole=False)] == [100, 300, 301]
+    assert len(read) == 2 * 5
+    # What became a daemon by exec is seen by a look at the whole.
+    process_in(tmp_path, 101, "nvidia-cuda-mps", *daemon)
+    assert [each.pid for each in scan.look(whole=False)] == [100, 300, 301]
+    assert [each.pid for each in scan.look(whole=True)] == [100, 101, 300, 301]

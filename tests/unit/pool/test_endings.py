@@ -1,8 +1,10 @@
 """Release, expiry, lost holders: nothing is free before its node confirmed it."""
 
+import pytest
 from tests.core_world import World, part, whole
 
-from gpupool.model.caller import ProcessRef
+from gpupool.model.caller import Caller, ProcessRef, Role
+from gpupool.model.errors import ErrorKind
 from gpupool.model.ids import NodeId
 from gpupool.model.lease import LeaseState
 from gpupool.model.request import OnFailure
@@ -85,6 +87,35 @@ def test_ending_a_lease_twice_is_no_error() -> None:
         assert world.lease_of(command).lease_id == lease.lease_id
     kinds = [event.kind for event in world.history if event.subject == lease.lease_id]
     assert kinds.count("lease.released") == 1
+
+
+def test_a_user_on_a_node_ends_only_own_leases() -> None:
+    world = World()
+    world.add_node("n1")
+    lease = world.granted(whole(1, uid=1000))
+    for state in (LeaseState.ACTIVE, LeaseState.RELEASED):
+        refused = world.refused(world.release(lease, caller=Caller(user="eve", uid=1001)))
+        assert (refused.kind, refused.field) == (ErrorKind.FORBIDDEN, "lease_id")
+        assert world.now_lease(lease).state is state
+        world.release(lease, caller=Caller(user="ada", uid=1000))
+        world.settle()
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [
+        Caller(user="root", uid=0, role=Role.OPERATOR),
+        Caller(role=Role.OPERATOR),
+        Caller(tenant="default", uid=1000),
+    ],
+)
+def test_an_operator_and_its_holder_end_a_lease(caller: Caller) -> None:
+    world = World()
+    world.add_node("n1")
+    lease = world.granted(whole(1, uid=1000))
+    world.release(lease, caller=caller)
+    world.settle()
+    assert world.now_lease(lease).state is LeaseState.RELEASED
 
 
 def test_a_lease_released_before_its_node_heard_of_it_leaves_nothing() -> None:

@@ -303,6 +303,7 @@ def test_what_a_record_leaves_out_is_what_0_1_0_meant_by_it() -> None:
         "nvlinks_active": 0,
         "nvlinks_expected": 0,
         "nvlink_peers": {},
+        "serial": "",
     }
     usual_port = {
         "number": 1,

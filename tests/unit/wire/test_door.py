@@ -231,6 +231,7 @@ BAD_HELLOS: dict[str, tuple[Callable[[node_pb2.Hello], None], str]] = {
             ("negative links", "nvlinks_expected", -1, "nvlinks_expected"),
             ("fabric status", "fabric_status", 1000, "fabric_status"),
             ("bridges", "pci_path", "x" * 1025, "pci_path"),
+            ("serial", "serial", "x" * 254, "serial"),
             ("no links at a peer", "nvlink_peers", {"nvswitch": 0}, "nvlink_peers['nvswitch']"),
         )
     },

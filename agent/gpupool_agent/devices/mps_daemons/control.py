@@ -1,7 +1,8 @@
 """Commands to one daemon, and what its answers mean (protocol 2)."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import itertools
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,6 +42,32 @@ def ceiling_of(slices: Iterable[SliceLimits], *, limited_before: bool) -> Ceilin
     )
 
 
+class _Settings:
+    """Commands that set, and after all of them those that read each back by its name."""
+
+    def __init__(self) -> None:
+        self._sets: list[str] = []
+        self._reads: list[str] = []
+        self._expected: list[str] = []
+
+    def add(self, name: str, of: str, value: str) -> None:
+        """One more setting; ``of`` is whose, a server or a device."""
+        self._sets.append(" ".join(filter(None, (f"set_{name}", of, value.removesuffix(".0")))))
+        self._reads.append(" ".join(filter(None, (f"get_{name}", of))))
+        self._expected.append(value)
+
+    def __iter__(self) -> Iterator[str]:
+        """Every command."""
+        return iter((*self._sets, *self._reads))
+
+    def check(self, said: list[str]) -> None:
+        """Hold what was read against what was set; raises MpsError."""
+        # Some commands echo what they have set; each read gives one line or none.
+        read = said[-len(self._expected) :]
+        if [_plain(line) for line in read] != [_plain(value) for value in self._expected]:
+            raise MpsError(f"{'; '.join(self._sets)}: it reads back as {read}")
+
+
 class Control:
     """The control program of one slot. Every method raises MpsError."""
 
@@ -61,39 +88,39 @@ class Control:
             raise MpsError(f"{lines[0].split()[0]}: {said}")
         return outcome.output.split("\n")[:-1] if outcome.output else []
 
-    async def set_defaults(self, ceiling: Ceiling) -> None:
-        """Set what future servers have, and read it back by the name it was set with."""
-        commands = [f"set_default_active_thread_percentage {ceiling.share_pct}"]
-        reads = {"get_default_active_thread_percentage": f"{ceiling.share_pct}.0"}
+    async def set_up(self, ceiling: Ceiling, uid: int) -> list[int]:
+        """Set what future servers have, read it back, have a server for a user.
+
+        Gives the process ids of all servers.
+        """
+        settings = self._defaults(ceiling)
+        said = await self.ask(*settings, f"start_server -uid {uid}", "get_server_list")
+        # No setting reads back as a whole number: 10.0, 1000M or 1G.
+        servers = list(itertools.takewhile(str.isdecimal, reversed(said)))
+        settings.check(said[: len(said) - len(servers)])
+        return [int(server) for server in reversed(servers)]
+
+    async def set_limits(self, ceiling: Ceiling, server: int) -> None:
+        """Set what future servers and new clients of this one have, and read it back."""
+        settings = self._defaults(ceiling)
+        settings.add("active_thread_percentage", str(server), f"{ceiling.share_pct}.0")
+        if ceiling.memory_mib is not None:
+            settings.add(
+                "device_pinned_mem_limit", f"{server} {self._gpu}", f"{ceiling.memory_mib}M"
+            )
+        settings.check(await self.ask(*settings))
+
+    def _defaults(self, ceiling: Ceiling) -> "_Settings":
+        settings = _Settings()
+        settings.add("default_active_thread_percentage", "", f"{ceiling.share_pct}.0")
         if ceiling.memory_mib is not None:
             limit = f"{ceiling.memory_mib}M"
-            commands.append(f"set_default_device_pinned_mem_limit {self._gpu} {limit}")
-            reads[f"get_default_device_pinned_mem_limit {self._gpu}"] = limit
-        await self._set(commands, reads)
-
-    async def set_server(self, server: int, ceiling: Ceiling) -> None:
-        """Set what new clients of a server have, and read it back."""
-        commands = [f"set_active_thread_percentage {server} {ceiling.share_pct}"]
-        reads = {f"get_active_thread_percentage {server}": f"{ceiling.share_pct}.0"}
-        if ceiling.memory_mib is not None:
-            limit = f"{ceiling.memory_mib}M"
-            commands.append(f"set_device_pinned_mem_limit {server} {self._gpu} {limit}")
-            reads[f"get_device_pinned_mem_limit {server} {self._gpu}"] = limit
-        await self._set(commands, reads)
-
-    async def _set(self, commands: list[str], reads: dict[str, str]) -> None:
-        # Some commands echo what they have set; each read gives one line or none.
-        said = (await self.ask(*commands, *reads))[-len(reads) :]
-        if [_plain(line) for line in said] != [_plain(line) for line in reads.values()]:
-            raise MpsError(f"{'; '.join(commands)}: it reads back as {said}")
+            settings.add("default_device_pinned_mem_limit", str(self._gpu), limit)
+        return settings
 
     async def servers(self) -> list[int]:
         """Process ids of the servers."""
         return _numbers(await self.ask("get_server_list"))
-
-    async def start_server(self, uid: int) -> list[int]:
-        """Have a server for a user; process ids of all servers."""
-        return _numbers(await self.ask(f"start_server -uid {uid}", "get_server_list"))
 
     async def status(self, server: int) -> str:
         """State of a server; UNKNOWN where the daemon is too old to say."""

@@ -35,7 +35,7 @@ from gpupool_agent.devices.mps_daemons.control import (
     ceiling_of,
     within,
 )
-from gpupool_agent.devices.mps_daemons.foreign import foreign_on, mps_processes, runs
+from gpupool_agent.devices.mps_daemons.foreign import MpsScan, foreign_on, runs
 from gpupool_agent.devices.mps_daemons.modes import ComputeModes
 from gpupool_agent.devices.mps_daemons.records import Records, SlotRecord, slot_name
 from gpupool_agent.devices.mps_daemons.release import Release
@@ -90,6 +90,7 @@ class MpsDaemons:
         self._boot_id = boot_id
         self._exclusive = exclusive
         self._proc = proc
+        self._scan = MpsScan(proc)
         self._locks: defaultdict[DeviceUuid, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._slots = {record.gpu: _Slot(record, limited=True) for record in self._records.load()}
         self._gpus: Callable[[], Sequence[DeviceUuid]] = tuple
@@ -111,7 +112,7 @@ class MpsDaemons:
                 slot = None
             if slot is not None and self._lives(slot):
                 return
-            foreign = self.foreign().get(gpu)
+            foreign = self.foreign(whole=True).get(gpu)
             if foreign:
                 raise MpsError(f"{gpu}: {foreign}")
             if slot is None:
@@ -241,13 +242,13 @@ class MpsDaemons:
         """GPUs with slices on them."""
         return [gpu for gpu, slot in self._slots.items() if slot.record.slices]
 
-    def foreign(self) -> dict[DeviceUuid, str]:
-        """GPUs that a daemon of somebody else may manage."""
+    def foreign(self, *, whole: bool) -> dict[DeviceUuid, str]:
+        """GPUs that a daemon of somebody else may manage; ``whole`` as of ``MpsScan``."""
         pipes = {slot.record.pipe for slot in self._slots.values()} - {""}
         gpus = self._gpus() or tuple(self._slots)
         return foreign_on(
             gpus,
-            mps_processes(self._proc),
+            self._scan.look(whole=whole),
             own_pids=self._own_pids(),
             own_pipes=pipes,
         )
@@ -341,14 +342,14 @@ class MpsDaemons:
         """Set the ceiling for future servers and new clients; have a server."""
         control = self._control(slot)
         ceiling = ceiling_of(slot.record.slices.values(), limited_before=slot.limited)
-        await control.set_defaults(ceiling)
+        # Told before it is set: a limit that was set, ever, cannot be taken away again.
         slot.limited |= ceiling.memory_mib is not None
         server = slot.record.server
         if server is not None and self._runs(server):
-            await control.set_server(server.pid, ceiling)
+            await control.set_limits(ceiling, server.pid)
             return
         deadline_s = time.monotonic() + SERVER_DEADLINE_S
-        servers = await control.start_server(slot.record.uid)
+        servers = await control.set_up(ceiling, slot.record.uid)
         while True:
             ticks = self._processes.start_ticks(servers[-1]) if servers else None
             if ticks is None:

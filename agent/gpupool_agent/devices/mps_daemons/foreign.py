@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpupool.model.ids import DeviceUuid
+from gpupool_agent.devices.sysfs import names_in, read_file
 
 COMM = "nvidia-cuda-mps"
 """Both programs' names, cut to the 15 characters that the kernel keeps."""
@@ -36,29 +37,55 @@ class MpsProcess:
         return any(name.strip() in {gpu, str(index)} for name in names.split(","))
 
 
+class MpsScan:
+    """Looks for MPS processes again and again, as ``proc`` shows them.
+
+    A host has thousands of processes. Which of them are none is remembered, so that
+    most looks are at new ones only; one that has turned into a daemon later, by exec,
+    is found by a look at the whole.
+    """
+
+    def __init__(self, proc: Path) -> None:
+        self._proc = proc
+        self._others: frozenset[str] = frozenset()
+
+    def look(self, *, whole: bool) -> list[MpsProcess]:
+        """Every MPS process, by pid. ``whole``: also at what was none before."""
+        skipped = frozenset[str]() if whole else self._others
+        found: list[MpsProcess] = []
+        others: set[str] = set()
+        for name in names_in(str(self._proc)):
+            process = None if name in skipped else _mps_process(self._proc, name)
+            if process is None:
+                others.add(name)
+            else:
+                found.append(process)
+        self._others = frozenset(others)
+        return sorted(found, key=lambda each: each.pid)
+
+
 def mps_processes(proc: Path) -> list[MpsProcess]:
     """Every MPS process of the host."""
-    found: list[MpsProcess] = []
-    for directory in proc.glob("[0-9]*"):
-        try:
-            if (directory / "comm").read_text(errors="replace").strip() != COMM:
-                continue
-            environment = _environment(directory)
-            stat = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
-            uid = directory.stat().st_uid
-            command = (directory / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if _serves(command) and stat[0] not in {"Z", "X"}:
-            found.append(
-                MpsProcess(
-                    pid=int(directory.name),
-                    parent=int(stat[1]),
-                    uid=uid,
-                    environment=environment,
-                )
-            )
-    return found
+    return MpsScan(proc).look(whole=True)
+
+
+def _mps_process(proc: Path, name: str) -> MpsProcess | None:
+    """A process of this name in ``proc``; None: there is none, or it is something else."""
+    if not name.isdecimal():
+        return None
+    directory = proc / name
+    try:
+        if read_file(f"{proc}/{name}/comm") != COMM:
+            return None
+        environment = _environment(directory)
+        state, parent, *_ = _stat(proc, int(name))
+        uid = directory.stat().st_uid
+        command = (directory / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    if not _serves(command) or state in {"Z", "X"}:
+        return None
+    return MpsProcess(pid=int(name), parent=int(parent), uid=uid, environment=environment)
 
 
 def foreign_on(
@@ -129,7 +156,12 @@ def _environment(directory: Path) -> dict[str, str] | None:
 def runs(proc: Path, pid: int, start_ticks: int) -> bool:
     """Whether exactly this process runs: a dead one that nobody has reaped does not."""
     try:
-        stat = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        stat = _stat(proc, pid)
     except OSError:
         return False
     return stat[0] not in {"Z", "X"} and int(stat[19]) == start_ticks
+
+
+def _stat(proc: Path, pid: int) -> list[str]:
+    """Fields of a process from its state on. The name before may hold blanks and brackets."""
+    return read_file(f"{proc}/{pid}/stat").rpartition(")")[2].split()

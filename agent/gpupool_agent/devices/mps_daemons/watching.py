@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 LOOK_PERIOD_S = 0.5
 STATE_PERIOD_S = 5.0
 FOREIGN_PERIOD_S = 10.0
+FOREIGN_WHOLE_PERIOD_S = 60.0
 FAULT_GRACE_S = 3.0
 SILENCE_GRACE_S = 15.0
 """A daemon that runs and does not answer may only be busy, and its repair ends clients."""
@@ -33,7 +34,7 @@ class Watch:
 
     def __init__(self, daemons: "MpsDaemons") -> None:
         self._daemons = daemons
-        self._state_s = self._foreign_s = float("-inf")
+        self._state_s = self._foreign_s = self._foreign_whole_s = float("-inf")
         self._since_s: dict[DeviceUuid, float] = {}
         self._retry_at_s: dict[DeviceUuid, float] = {}
         self._retry_s: dict[DeviceUuid, float] = {}
@@ -51,15 +52,18 @@ class Watch:
                     self._state_s = now
                 if now >= self._foreign_s + FOREIGN_PERIOD_S:
                     self._foreign_s = now
-                    self._look_for_foreign()
+                    self._look_for_foreign(now)
                 for gpu in self._daemons.sliced():
                     if gpu not in self._looking:
                         self._looking.add(gpu)
                         group.create_task(self._look(gpu, ask=ask or gpu in self._since_s))
                 await asyncio.sleep(LOOK_PERIOD_S)
 
-    def _look_for_foreign(self) -> None:
-        found = self._daemons.foreign()
+    def _look_for_foreign(self, now: float) -> None:
+        whole = now >= self._foreign_whole_s + FOREIGN_WHOLE_PERIOD_S
+        if whole:
+            self._foreign_whole_s = now
+        found = self._daemons.foreign(whole=whole)
         for gpu in set(found) | set(self._foreign):
             reason = found.get(gpu, "")
             if self._daemons.trouble(gpu) in ("", self._foreign.get(gpu, "")):
