@@ -320,6 +320,75 @@ async def test_a_restarted_agent_replaces_a_daemon_that_died_meanwhile(node: Wor
     assert node.left() == []
 
 
+async def test_a_daemon_that_no_record_knows_is_ours_and_taken_over(node: World) -> None:
+    """The record is lost, as with the whole of the agent's directory."""
+    gpu, mine = node.gpus[0], limits("a", 10)
+    environment = await node.admit(gpu, mine)
+    client, _ = await node.hold(gpu, "a", environment)
+    daemon, server = await node.daemon_pid(gpu), await node.server_pid(gpu)
+    node.forget()
+    node.daemons = node.make()
+    node.watch()
+    again = limits("a", 20, token=2)
+    await node.daemons.sweep(gpu, {(again.key, 2)})
+    assert (await node.admit(gpu, again))["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "20"
+    assert (await node.daemon_pid(gpu), await node.server_pid(gpu)) == (daemon, server)
+    assert client.poll() is None
+    assert await node.ask(gpu, f"get_active_thread_percentage {server}") == ["20.0"]
+    assert node.told == [], "not taken for a foreign one"
+    await node.dismiss(gpu, again)
+    assert node.left() == []
+
+
+async def test_a_daemon_that_no_record_knows_and_nobody_wants_ends(node: World) -> None:
+    gpu, mine = node.gpus[0], limits("a", 10)
+    await node.admit(gpu, limits("b", 10))
+    daemon = await node.daemon_pid(gpu)
+    node.forget()
+    node.daemons = node.make()
+    await node.daemons.sweep(gpu, set())
+    assert node.left() == []
+    await node.admit(gpu, mine)
+    assert await node.daemon_pid(gpu) != daemon
+
+
+@pytest.mark.parametrize("forgotten", [False, True], ids=["recorded", "unrecorded"])
+async def test_what_nobody_keeps_goes_once_its_clients_have(node: World, forgotten: bool) -> None:
+    gpu, mine = node.gpus[0], limits("a", 10)
+    environment = await node.admit(gpu, mine)
+    client, _ = await node.hold(gpu, "a", environment)
+    if forgotten:
+        node.forget()
+    node.daemons = node.make()
+    with pytest.raises(MpsError, match="1 clients of nobody"):
+        await node.daemons.sweep(gpu, set())
+    assert client.poll() is None
+    client.kill()
+    await node.ended(client)
+    await until(lambda: len(node.node.processes_on(node.node.gpus[0])) == 1, "the client is gone")
+    await node.daemons.sweep(gpu, set())
+    assert node.left() == []
+
+
+async def test_a_slice_that_is_as_it_was_needs_nothing_from_anybody(
+    node: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So an agent that starts anew while its helper is away keeps its slices."""
+    gpu, mine = node.gpus[0], limits("a", 10)
+    environment = await node.admit(gpu, mine)
+    node.daemons = node.make()
+
+    async def away(*_: object) -> None:
+        raise PrivilegedError("nobody answers")
+
+    for name in ("mps_commands", "mps_daemon", "start_mps", "stop_mps", "set_compute_mode"):
+        monkeypatch.setattr(node.privileged, name, away)
+    await node.daemons.start(gpu, mine.uid)
+    assert await node.daemons.set_limits(gpu, mine) == environment
+    with pytest.raises(MpsError, match="nobody answers"):
+        await node.daemons.set_limits(gpu, limits("b", 10))
+
+
 async def test_records_of_another_boot_say_nothing(node: World) -> None:
     await node.admit(node.gpus[0], limits("a", 10))
     after = node.make(boot_id="boot-2")

@@ -1,17 +1,27 @@
 """Commands to one daemon, and what its answers mean (protocol 2)."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import json
+import time
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gpupool.model.ids import DeviceUuid
 from gpupool_agent.devices.interfaces import MpsError, SliceLimits
-from gpupool_agent.devices.privileged import NotPermittedError, Privileged, PrivilegedError
+from gpupool_agent.devices.privileged import (
+    CommandOutcome,
+    DaemonFacts,
+    NotPermittedError,
+    Privileged,
+    PrivilegedError,
+)
 
 T = TypeVar("T")
 
 COMMAND_DEADLINE_S = 5.0
+SERVER_DEADLINE_S = 30.0
+_LOOK_S = 0.01
 QUIT_TIMEOUT_S = 2
 UNLIMITED_MIB = 9_999_999
 """A limit that no GPU reaches: one that was set cannot be taken away."""
@@ -91,9 +101,21 @@ class Control:
         """Process ids of the servers."""
         return _numbers(await self.ask("get_server_list"))
 
-    async def start_server(self, uid: int) -> list[int]:
-        """Have a server for a user; process ids of all servers."""
-        return _numbers(await self.ask(f"start_server -uid {uid}", "get_server_list"))
+    async def have_server(self, uid: int, start_ticks: Callable[[int], int | None]) -> DaemonFacts:
+        """Have a server for a user that serves; the last of them."""
+        deadline_s = time.monotonic() + SERVER_DEADLINE_S
+        servers = _numbers(await self.ask(f"start_server -uid {uid}", "get_server_list"))
+        while True:
+            ticks = start_ticks(servers[-1]) if servers else None
+            if ticks is None:
+                raise MpsError(f"{self._gpu}: its MPS server ended at its start")
+            state = await self.status(servers[-1])
+            if state in (ACTIVE, UNKNOWN):
+                return DaemonFacts(pid=servers[-1], start_ticks=ticks)
+            if time.monotonic() > deadline_s:
+                raise MpsError(f"{self._gpu}: its MPS server stays in state {state}")
+            await asyncio.sleep(_LOOK_S)
+            servers = await self.servers()
 
     async def status(self, server: int) -> str:
         """State of a server; UNKNOWN where the daemon is too old to say."""
@@ -135,6 +157,24 @@ async def within(work: Coroutine[Any, Any, T], deadline_s: float, late: str) -> 
         raise MpsError(f"{late} within {deadline_s:g} s") from error
     except (NotPermittedError, PrivilegedError) as error:
         raise MpsError(str(error)) from error
+
+
+def seen_by_probe(gpu: DeviceUuid, outcome: CommandOutcome, limits: SliceLimits) -> int:
+    """Multiprocessors that a slice's probe saw; MpsError where it is not as it should be."""
+    if outcome.exit_code:
+        said = (outcome.errors or outcome.output).strip() or f"exit code {outcome.exit_code}"
+        raise MpsError(f"{gpu}: the probe got no client through: {said}")
+    try:
+        seen = int(json.loads(outcome.output)["sm_count"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise MpsError(f"{gpu}: the probe said {outcome.output[:200]!r}") from error
+    allowed = limits.sm_count * (limits.share_pct or 100)
+    if limits.sm_count and seen * 100 > allowed:
+        raise MpsError(
+            f"{gpu}: the probe saw {seen} multiprocessors, of {limits.share_pct} % of"
+            f" {limits.sm_count}"
+        )
+    return seen
 
 
 def _numbers(lines: list[str]) -> list[int]:

@@ -51,6 +51,7 @@ class Watch:
                     self._state_s = now
                 if now >= self._foreign_s + FOREIGN_PERIOD_S:
                     self._foreign_s = now
+                    await self._daemons.look_for_left()
                     self._look_for_foreign()
                 for gpu in self._daemons.sliced():
                     if gpu not in self._looking:
