@@ -380,4 +380,4 @@ def hosted_pool(
         pool.check()
         pool.drain()
         until(lambda: host.left() == [], "nothing to be left")
-        pool.fleets.clear()
+        pool.fleets.remove(host)  # type: ignore[arg-type]

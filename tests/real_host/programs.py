@@ -19,6 +19,8 @@ from typing import Any
 
 from gpupool_agent.__main__ import main as agent
 from gpupool_agent.devices import host
+from gpupool_agent.devices.mps_daemons import daemons
+from gpupool_agent.devices.mps_daemons.foreign import MpsProcess
 from gpupool_agent.helper.__main__ import main as helper
 from gpupool_agent.helper.actions import Actions
 from gpupool_agent.helper.checks import ACTIONS, MpsCommands
@@ -35,6 +37,24 @@ def shared_node(directory: Path) -> SharedNode:
     """The described machine; each host has GPUs of its own, by its directory's name."""
     machine = load_machine((directory / "machine").read_text())
     return SharedNode(node_id=directory.parent.name, machine=machine, directory=directory)
+
+
+def run_agent(folder: Path, flags: list[str]) -> int:
+    every = daemons.mps_processes
+
+    def of_this_host(proc: Path) -> list[MpsProcess]:
+        # The agent cannot read what others on this machine manage, and there are other tests.
+        return [each for each in every(proc) if str(folder) in command_of(proc, each.pid)]
+
+    setattr(daemons, every.__name__, of_this_host)
+    return agent(flags)
+
+
+def command_of(proc: Path, pid: int) -> str:
+    try:
+        return (proc / str(pid) / "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def run_helper(directory: Path, flags: list[str]) -> int:
@@ -76,4 +96,4 @@ if __name__ == "__main__":
     host.BOOT_ID = found / "boot-id"
     CURRENT_NODE.set(shared_node(found))
     install()
-    sys.exit(agent(rest) if program == "agent" else run_helper(found, rest))
+    sys.exit(run_agent(found.parent, rest) if program == "agent" else run_helper(found, rest))

@@ -84,6 +84,9 @@ def test_c29_ten_restarts_of_the_agent_of_a_full_node_change_nothing(tmp_path: P
     with hosted_pool(tmp_path) as (pool, host):
         holders = [run_on_whole_gpu(pool, host) for _ in range(4)]
         slices = [pool.calls.acquire(f"s{number}", mine(part(50))) for number in range(8)]
+        assert {lease.state for lease in slices} == {ACTIVE}, [
+            lease.explanation.summary for lease in slices
+        ]
         clients = [host.hold(lease.members[0].environment)[0] for lease in slices]
         try:
             assert len({place(lease).device_uuid for lease in slices}) == 4
@@ -108,8 +111,10 @@ def test_c29_ten_restarts_of_the_agent_of_a_full_node_change_nothing(tmp_path: P
             }
             assert all(process.poll() is None for process in (*holders, *clients))
         finally:
+            # Which it passes on to its command.
             for holder in holders:
-                holder.kill()
+                holder.terminate()
+            for holder in holders:
                 holder.communicate()
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.integration.mps.world import EXCLUSIVE_PROCESS, World, limits, until, world
 
 from gpupool_agent.devices.interfaces import MpsError
+from gpupool_agent.devices.mps_daemons import foreign
 from gpupool_agent.devices.mps_daemons.records import slot_name
 from gpupool_agent.devices.privileged import PrivilegedError
 from gpupool_agent.devices.processes import ProcProcessTable
@@ -237,6 +238,27 @@ async def test_c19_a_foreign_daemon_is_found_and_refused(node: World) -> None:
     await node.admit(node.gpus[3], limits("b", 10))
     assert node.node.gpus[1].compute_mode == 0
     await asyncio.to_thread(subprocess.run, [program], env=environment, input=b"quit\n", check=True)
+
+
+async def test_daemons_that_start_at_once_are_not_foreign_to_each_other(
+    node: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent may not read what a daemon of root manages; it could be any GPU."""
+    readable = foreign._environment
+
+    def closed(process: Path) -> dict[str, str] | None:
+        found = readable(process)
+        own = (found or {}).get("CUDA_MPS_PIPE_DIRECTORY", "").startswith(str(node.mps_dir))
+        return None if own else found
+
+    monkeypatch.setattr(foreign, "_environment", closed)
+    node.watch()
+    several = [limits(f"l{number}", 10) for number in range(4)]
+    pairs = list(zip(node.gpus, several, strict=False))
+    await asyncio.gather(*(node.admit(gpu, each) for gpu, each in pairs))
+    assert node.told == []
+    for gpu, each in pairs:
+        await node.dismiss(gpu, each)
 
 
 async def test_c22_a_daemon_that_does_not_quit_is_killed_by_its_pid_file(node: World) -> None:

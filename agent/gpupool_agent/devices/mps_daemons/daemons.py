@@ -92,6 +92,7 @@ class MpsDaemons:
         self._slots = {record.gpu: _Slot(record, limited=True) for record in self._records.load()}
         self._gpus: Callable[[], Sequence[DeviceUuid]] = tuple
         self._leftovers = Leftovers(privileged)
+        self._starting: set[asyncio.Task[DaemonFacts]] = set()
         self._pipes_left: dict[DeviceUuid, str] = {}
         self._troubles: dict[DeviceUuid, str] = {}
         self._tell: Callable[[DeviceUuid, str], None] | None = None
@@ -110,7 +111,7 @@ class MpsDaemons:
                 slot = None
             if slot is not None and self._lives(slot):
                 return
-            foreign = self.foreign().get(gpu)
+            foreign = (await self.foreign()).get(gpu)
             if foreign:
                 raise MpsError(f"{gpu}: {foreign}")
             if slot is None:
@@ -293,8 +294,17 @@ class MpsDaemons:
         """Find the daemons of ours that no record knows, before one is taken for foreign."""
         await self._leftovers.look(self._gpus(), self._slots)
 
-    def foreign(self) -> dict[DeviceUuid, str]:
-        """GPUs that a daemon of somebody else may manage."""
+    async def foreign(self) -> dict[DeviceUuid, str]:
+        """GPUs that a daemon of somebody else may manage.
+
+        One of ours that is just being started is not known by its process yet, so where
+        something is found the starts that are under way are waited for.
+        """
+        while (found := self._unknown()) and self._starting:
+            await asyncio.wait(self._starting)
+        return found
+
+    def _unknown(self) -> dict[DeviceUuid, str]:
         pipes = {slot.record.pipe for slot in self._slots.values()} - {""}
         gpus = self._gpus() or tuple(self._slots)
         return foreign_on(
@@ -382,13 +392,20 @@ class MpsDaemons:
             await self._do(self._privileged.set_compute_mode(record.gpu, mode), "set_compute_mode")
         # What a former daemon has left must not be taken for this one's.
         await self._do(self._privileged.stop_mps(record.name), "stop_mps")
-        daemon = await self._do(
-            self._privileged.start_mps(MpsSlot(name=record.name, gpu=record.gpu, uid=record.uid)),
-            "start_mps",
-        )
-        self._keep(slot, replace(slot.record, daemon=daemon))
+        # A task, so that others can wait for it too.
+        starting = asyncio.create_task(self._start_daemon(slot))
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        daemon = await starting
         self._leftovers.settled(record.gpu)
         self._log.info("mps.started", gpu=record.gpu, pid=daemon.pid, uid=record.uid)
+
+    async def _start_daemon(self, slot: _Slot) -> DaemonFacts:
+        record = slot.record
+        wanted = MpsSlot(name=record.name, gpu=record.gpu, uid=record.uid)
+        daemon = await self._do(self._privileged.start_mps(wanted), "start_mps")
+        self._keep(slot, replace(record, daemon=daemon))
+        return daemon
 
     async def _apply(self, slot: _Slot) -> None:
         """Set the ceiling for future servers and new clients; have a server."""

@@ -50,22 +50,24 @@ class Watch:
                 if ask:
                     self._state_s = now
                 if now >= self._foreign_s + FOREIGN_PERIOD_S:
-                    self._foreign_s = now
-                    await self._daemons.look_for_left()
-                    self._look_for_foreign()
+                    # Not again before it is done.
+                    self._foreign_s = float("inf")
+                    group.create_task(self._look_for_foreign())
                 for gpu in self._daemons.sliced():
                     if gpu not in self._looking:
                         self._looking.add(gpu)
                         group.create_task(self._look(gpu, ask=ask or gpu in self._since_s))
                 await asyncio.sleep(LOOK_PERIOD_S)
 
-    def _look_for_foreign(self) -> None:
-        found = self._daemons.foreign()
+    async def _look_for_foreign(self) -> None:
+        await self._daemons.look_for_left()
+        found = await self._daemons.foreign()
         for gpu in set(found) | set(self._foreign):
             reason = found.get(gpu, "")
             if self._daemons.trouble(gpu) in ("", self._foreign.get(gpu, "")):
                 self._daemons.report(gpu, reason)
         self._foreign = found
+        self._foreign_s = time.monotonic()
 
     async def _look(self, gpu: DeviceUuid, *, ask: bool) -> None:
         try:
