@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.cases.test_agent_restarts import BOUNDARIES
-from tests.e2e.pool_fixture import ACTIVE, ENDED, eventually, part
+from tests.e2e.pool_fixture import ACTIVE, ENDED, Pool, eventually, part
 from tests.integration.helper.running import Helper, running
 from tests.real_host.host import hosted_pool, mine, place, until
 
@@ -28,9 +28,7 @@ def test_a_slice_is_prepared_and_ended_wherever_the_helper_is_killed(
             lease_id = next(call).lease.lease_id
             host.until_crashed("helper")
             host.start_helper()
-            eventually(
-                f"the slice, {point}", lambda of=lease_id: pool.calls.get(of).state == ACTIVE
-            )
+            prepared(pool, lease_id)
             host.hold(pool.calls.get(lease_id).members[0].environment)
             # Killed once more where it ends.
             host.crash_at("stop_mps", before=before, whom="helper")
@@ -39,6 +37,14 @@ def test_a_slice_is_prepared_and_ended_wherever_the_helper_is_killed(
             host.start_helper()
             eventually(f"the end, {point}", lambda of=lease_id: pool.calls.get(of).state in ENDED)
             until(lambda: host.left() == [], f"nothing to be left, {point}")
+
+
+def prepared(pool: Pool, lease_id: str) -> None:
+    """Wait until a lease is active; one that failed says why."""
+    settled = (ACTIVE, *ENDED)
+    eventually("the slice", lambda: pool.calls.get(lease_id).state in settled)
+    lease = pool.calls.get(lease_id)
+    assert lease.state == ACTIVE, lease.explanation.summary
 
 
 def test_without_its_helper_a_restarted_agent_keeps_what_runs_and_says_what_it_cannot_do(
@@ -65,7 +71,8 @@ def test_without_its_helper_a_restarted_agent_keeps_what_runs_and_says_what_it_c
         assert refused.state in ENDED
         assert "gpupool-helper.service" in refused.explanation.summary
         now = pool.calls.get(lease.lease_id)
-        assert (now.state, now.members[0].token) == (ACTIVE, lease.members[0].token)
+        assert now.state == ACTIVE, now.explanation.summary
+        assert now.members[0].token == lease.members[0].token
         assert host.mps_pids() == daemons
         assert client.poll() is None
         host.start_helper()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -406,7 +407,8 @@ async def test_a_slice_that_is_as_it_was_needs_nothing_from_anybody(
     for name in ("mps_commands", "mps_daemon", "start_mps", "stop_mps", "set_compute_mode"):
         monkeypatch.setattr(node.privileged, name, away)
     await node.daemons.start(gpu, mine.uid)
-    assert await node.daemons.set_limits(gpu, mine) == environment
+    for known in (mine, replace(mine, sm_count=0)):
+        assert await node.daemons.set_limits(gpu, known) == environment
     with pytest.raises(MpsError, match="nobody answers"):
         await node.daemons.set_limits(gpu, limits("b", 10))
 

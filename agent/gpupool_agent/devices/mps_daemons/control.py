@@ -20,6 +20,9 @@ from gpupool_agent.devices.privileged import (
 T = TypeVar("T")
 
 COMMAND_DEADLINE_S = 5.0
+SETTING_DEADLINE_S = 15.0
+"""Of what a slice depends on: enough for a helper that is being restarted meanwhile."""
+
 SERVER_DEADLINE_S = 30.0
 _LOOK_S = 0.01
 QUIT_TIMEOUT_S = 2
@@ -59,11 +62,11 @@ class Control:
         self._slot = slot
         self._gpu = gpu
 
-    async def ask(self, *lines: str) -> list[str]:
+    async def ask(self, *lines: str, deadline_s: float = COMMAND_DEADLINE_S) -> list[str]:
         """Give commands; the lines of the answer."""
         outcome = await within(
             self._privileged.mps_commands(self._slot, lines),
-            COMMAND_DEADLINE_S,
+            deadline_s,
             f"{lines[0].split()[0]}: the MPS daemon does not answer",
         )
         if outcome.exit_code:
@@ -93,7 +96,7 @@ class Control:
 
     async def _set(self, commands: list[str], reads: dict[str, str]) -> None:
         # Some commands echo what they have set; each read gives one line or none.
-        said = (await self.ask(*commands, *reads))[-len(reads) :]
+        said = (await self.ask(*commands, *reads, deadline_s=SETTING_DEADLINE_S))[-len(reads) :]
         if [_plain(line) for line in said] != [_plain(line) for line in reads.values()]:
             raise MpsError(f"{'; '.join(commands)}: it reads back as {said}")
 
@@ -104,12 +107,13 @@ class Control:
     async def have_server(self, uid: int, start_ticks: Callable[[int], int | None]) -> DaemonFacts:
         """Have a server for a user that serves; the last of them."""
         deadline_s = time.monotonic() + SERVER_DEADLINE_S
-        servers = _numbers(await self.ask(f"start_server -uid {uid}", "get_server_list"))
+        begin = (f"start_server -uid {uid}", "get_server_list")
+        servers = _numbers(await self.ask(*begin, deadline_s=SETTING_DEADLINE_S))
         while True:
             ticks = start_ticks(servers[-1]) if servers else None
             if ticks is None:
                 raise MpsError(f"{self._gpu}: its MPS server ended at its start")
-            state = await self.status(servers[-1])
+            state = await self.status(servers[-1], deadline_s=SETTING_DEADLINE_S)
             if state in (ACTIVE, UNKNOWN):
                 return DaemonFacts(pid=servers[-1], start_ticks=ticks)
             if time.monotonic() > deadline_s:
@@ -117,9 +121,9 @@ class Control:
             await asyncio.sleep(_LOOK_S)
             servers = await self.servers()
 
-    async def status(self, server: int) -> str:
+    async def status(self, server: int, *, deadline_s: float = COMMAND_DEADLINE_S) -> str:
         """State of a server; UNKNOWN where the daemon is too old to say."""
-        said = await self.ask(f"get_server_status {server}")
+        said = await self.ask(f"get_server_status {server}", deadline_s=deadline_s)
         if not said or said[0].startswith("Unknown command"):
             return UNKNOWN
         return said[0].strip()

@@ -130,6 +130,9 @@ class MpsDaemons:
             slot = self._need(gpu)
             before = slot.record
             known = before.slices.get((limits.key, limits.token))
+            if known is not None and not limits.sm_count:
+                # The devices are not read yet, right after a restart.
+                limits = replace(limits, sm_count=known.sm_count)
             if known == limits and before.settled and not self._gone(slot):
                 # As a former agent has left it: its clients may be at work.
                 return self._environment(before, limits)
