@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Generator, Iterator
@@ -24,8 +25,6 @@ from tests.integration.allocator_daemon import Daemon
 
 from gpupool.v1 import pool_pb2, resources_pb2
 
-NODE = "dgx-h100:h1"
-
 
 @pytest.fixture(scope="module")
 def release() -> Release:
@@ -46,16 +45,19 @@ def old_daemon(release: Release) -> type[Daemon]:
 
 
 @pytest.fixture
-def sockets() -> Iterator[Path]:
-    """A short folder: paths of Unix sockets are."""
-    with tempfile.TemporaryDirectory(prefix="gp") as folder:
-        yield Path(folder)
+def folder() -> Iterator[Path]:
+    """A short one, as paths of Unix sockets are; its name is the node's, and no other's."""
+    made = Path(tempfile.mkdtemp(prefix="gpupool-"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
 
 
-def fleet_of(pool: Pool, python: str, sockets: Path, *flags: str) -> Fleet:
+def fleet_of(pool: Pool, python: str, *flags: str) -> Fleet:
     """A node whose agent keeps its state over upgrades."""
-    state = ("--state-dir", str(pool.folder / "agents"), "--local-socket-dir", str(sockets))
-    fleet = Fleet(pool.folder / "hosts", pool.address, [NODE], *state, *flags)
+    state = ("--state-dir", str(pool.folder / "agents"), "--local-socket-dir", str(pool.folder))
+    node = f"dgx-h100:{pool.folder.name}"
+    fleet = Fleet(pool.folder / "hosts", pool.address, [node], *state, *flags)
     fleet.python = python
     pool.fleets.append(fleet)
     fleet.start()
@@ -87,12 +89,13 @@ def client(python: str, pool: Pool, lease: resources_pb2.Lease) -> Generator[Any
 
 
 @contextmanager
-def holder(python: str, pool: Pool, sockets: Path) -> Generator[subprocess.Popen[str]]:
+def holder(python: str, pool: Pool) -> Generator[subprocess.Popen[str]]:
     """``gpupool run`` on a whole GPU, through its node's socket."""
+    socket = pool.folder / f"{pool.folder.name}.sock"
     command = ("-m", "gpupool_agent.simulated.cuda_client", "--memory-mib", "1000")
     started = subprocess.Popen(
         [
-            *(python, "-m", "gpupool.cli.main", "--address", f"unix:{sockets / 'h1.sock'}"),
+            *(python, "-m", "gpupool.cli.main", "--address", f"unix:{socket}"),
             *("run", "--gpus", "1", "--", python, *command),
         ],
         env=environment(pool),
@@ -127,15 +130,15 @@ def versions(pool: Pool) -> set[str]:
 
 @pytest.mark.parametrize("mps", [(), ("--mps-programs",)], ids=["values", "programs"])
 def test_allocator_and_agent_are_upgraded_under_a_slice_and_a_held_gpu(
-    tmp_path: Path, sockets: Path, release: Release, mps: tuple[str, ...]
+    folder: Path, release: Release, mps: tuple[str, ...]
 ) -> None:
     """As docs/install.md says, the allocator first: leases, tokens and holders go on."""
-    with running_pool(tmp_path, daemon=old_daemon(release)) as pool:
-        fleet = fleet_of(pool, release.python, sockets)
+    with running_pool(folder, daemon=old_daemon(release)) as pool:
+        fleet = fleet_of(pool, release.python)
         lease = pool.calls.acquire("slice", part(30))
         with (
             client(release.python, pool, lease) as work,
-            holder(release.python, pool, sockets) as run,
+            holder(release.python, pool) as run,
         ):
             eventually("both leases", lambda: len(pool.leases(ACTIVE)) == 2)
             pool.check()
@@ -190,30 +193,31 @@ def troubles(pool: Pool) -> list[str]:
 
 @pytest.mark.parametrize("mps", [(), ("--mps-programs",)], ids=["values", "programs"])
 def test_a_new_agent_serves_under_the_last_releases_allocator(
-    tmp_path: Path, sockets: Path, release: Release, mps: tuple[str, ...]
+    folder: Path, release: Release, mps: tuple[str, ...]
 ) -> None:
-    with running_pool(tmp_path, daemon=old_daemon(release)) as pool:
-        fleet_of(pool, Fleet.python, sockets, *mps)
-        take_and_give_back(pool, Fleet.python, sockets)
+    with running_pool(folder, daemon=old_daemon(release)) as pool:
+        fleet_of(pool, Fleet.python, *mps)
+        take_and_give_back(pool, Fleet.python)
 
 
 def test_the_last_releases_agent_serves_under_a_new_allocator(
-    tmp_path: Path, sockets: Path, release: Release
+    folder: Path, release: Release
 ) -> None:
-    with running_pool(tmp_path) as pool:
-        fleet_of(pool, release.python, sockets)
-        take_and_give_back(pool, release.python, sockets)
+    with running_pool(folder) as pool:
+        fleet_of(pool, release.python)
+        take_and_give_back(pool, release.python)
 
 
-def take_and_give_back(pool: Pool, python: str, sockets: Path) -> None:
+def take_and_give_back(pool: Pool, python: str) -> None:
     """A slice, a gang's member and a held GPU, each with its work."""
     lease = pool.calls.acquire("slice", part(30))
     gang = pool.calls.acquire("gang", whole(2))
-    assert (lease.state, gang.state) == (ACTIVE, ACTIVE)
+    for each in (lease, gang):
+        assert each.state == ACTIVE, each.explanation.summary
     with (
         client(python, pool, lease),
         client(python, pool, gang),
-        holder(python, pool, sockets),
+        holder(python, pool),
     ):
         eventually("three leases", lambda: len(pool.leases(ACTIVE)) == 3)
         pool.check()
