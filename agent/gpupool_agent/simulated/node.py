@@ -250,6 +250,7 @@ class SimulatedNode:
         ]
         temporary = self.directory / "gpus.json.new"
         temporary.write_text(json.dumps(rows))
+        temporary.chmod(0o644)
         temporary.replace(self.directory / "gpus.json")
 
     def _gpu_in(self, slot: SlotDescription, minor: int, silicon: int = 0) -> SimulatedGpu:

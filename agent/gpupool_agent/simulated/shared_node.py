@@ -145,6 +145,8 @@ class SharedNode(SimulatedNode):
     def _write(self, state: dict[str, Any]) -> None:
         beside = self._file.with_suffix(".new")
         beside.write_text(json.dumps(state))
+        # Whatever the umask of who writes it: everybody meets this driver.
+        beside.chmod(0o644)
         beside.replace(self._file)
 
     @contextmanager

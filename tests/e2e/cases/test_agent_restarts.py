@@ -146,6 +146,8 @@ def test_c79_a_slice_half_prepared_is_rolled_back_wherever_its_agent_was_killed(
             eventually(f"the end after {point}", lambda of=lease_id: ended(pool, of))
             assert host.left() == [], point
             pool.until_offered(host)  # type: ignore[arg-type]
+        causes = [each.cause for each in pool.events("fault.opened")]
+        assert not [cause for cause in causes if "foreign" in cause]
         # What is still wanted is prepared, whatever half of it is there.
         host.crash_at("probe", before=before, whom="agent")
         call = pool.calls.ask("wanted", mine(part(30)))

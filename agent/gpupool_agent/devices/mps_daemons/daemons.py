@@ -293,16 +293,15 @@ class MpsDaemons:
         """GPUs with slices on them."""
         return [gpu for gpu, slot in self._slots.items() if slot.record.slices]
 
-    async def look_for_left(self) -> None:
-        """Find the daemons of ours that no record knows, before one is taken for foreign."""
-        await self._leftovers.look(self._gpus(), self._slots)
-
     async def foreign(self) -> dict[DeviceUuid, str]:
         """GPUs that a daemon of somebody else may manage.
 
-        One of ours that is just being started is not known by its process yet, so where
-        something is found the starts that are under way are waited for.
+        One of ours may not be known by its process: because no record has it, so the helper
+        is asked first, or because it is just being started, so where something is found
+        the starts that are under way are waited for.
         """
+        known = {gpu for gpu, slot in self._slots.items() if slot.record.daemon is not None}
+        await self._leftovers.look({*self._gpus(), *self._slots}, known)
         while (found := self._unknown()) and self._starting:
             await asyncio.wait(self._starting)
         return found

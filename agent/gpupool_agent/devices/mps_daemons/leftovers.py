@@ -4,7 +4,7 @@ The helper knows them, by the name of their slot. They are ours and not foreign,
 until it is known which of their slices are still wanted.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 
 from gpupool.model.ids import DeviceUuid
 from gpupool_agent.devices.interfaces import MpsError
@@ -14,14 +14,14 @@ from gpupool_agent.devices.privileged import DaemonFacts, Privileged
 
 
 class Leftovers:
-    """What the helper knows of GPUs that have no record; each is asked about once."""
+    """What the helper knows of GPUs whose daemon is not recorded; each is asked about once."""
 
     def __init__(self, privileged: Privileged) -> None:
         self._privileged = privileged
         self._found: dict[DeviceUuid, DaemonFacts | None] = {}
 
-    async def look(self, gpus: Sequence[DeviceUuid], recorded: Collection[DeviceUuid]) -> None:
-        """Ask about every GPU without a record; what cannot be told is asked next time."""
+    async def look(self, gpus: Iterable[DeviceUuid], recorded: Collection[DeviceUuid]) -> None:
+        """Ask about GPUs whose daemon is not recorded; what cannot be told is asked next time."""
         for gpu in gpus:
             if gpu not in recorded:
                 try:

@@ -60,7 +60,6 @@ class Watch:
                 await asyncio.sleep(LOOK_PERIOD_S)
 
     async def _look_for_foreign(self) -> None:
-        await self._daemons.look_for_left()
         found = await self._daemons.foreign()
         for gpu in set(found) | set(self._foreign):
             reason = found.get(gpu, "")
