@@ -68,6 +68,9 @@ from gpupool_agent.settings import AgentSettings
 from gpupool_agent.steps import StepFailedError, Steps
 
 DISK_DEADLINE_S = 10.0
+SWEEP_S = 5.0
+"""How long to wait before what could not be swept is tried again."""
+
 CDI_FAULT = "cdi_failed"
 CHECKPOINT_FAULT = "checkpoint_failed"
 
@@ -119,7 +122,8 @@ class Agent:
             rail_rate_mbps=settings.rail_rate_gbps * 1000,
         )
         self.privileges = Privileges(adapters.privileged, self.handle)
-        self._steps = Steps(adapters.mps, self.node.sm_count)
+        self._steps = Steps(adapters.mps, self.node.sm_count, self.node.slices_on)
+        self._sweeping = False
         self._poller = Poller(
             periods=settings,
             driver=adapters.driver,
@@ -221,6 +225,9 @@ class Agent:
     def desired(self, desired: DesiredState) -> None:
         """What the node shall run."""
         self.handle(DesiredArrived(desired=desired))
+        if self.node.knows_wanted and not self._sweeping:
+            self._sweeping = True
+            self._spawn(self._sweep())
 
     def lost(self) -> None:
         """The stream is gone."""
@@ -315,6 +322,19 @@ class Agent:
             self._step_failed("assignment.not_cleaned", key, token, str(error))
         else:
             self.handle(StepDone(key=key, token=token))
+
+    async def _sweep(self) -> None:
+        """End what a former agent has left of MPS, now that it is known what is wanted."""
+        told: dict[DeviceUuid, str] = {}
+        while True:
+            gpus = self.node.device_uuids()
+            stays = await self._steps.sweep(gpus)
+            if gpus and not stays:
+                return
+            if stays != told:
+                told = stays
+                self._log.warning("mps.not_swept", reasons=sorted(stays.values()))
+            await asyncio.sleep(SWEEP_S)
 
     def _kept_leases(self) -> set[LeaseId]:
         return {report.key.lease_id for report in self.node.assignments()}

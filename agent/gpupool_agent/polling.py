@@ -205,6 +205,7 @@ def describe(
         processes=found,
         memory_used_mib=usage.memory_used_mib,
         failed=usage.failed,
+        doubt=usage.doubt,
     )
 
 

@@ -6,12 +6,13 @@ other, so that a daemon is not stopped under a slice that is just being admitted
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gpupool.model.assignment import Assignment
 from gpupool.model.ids import DeviceUuid
 from gpupool.model.lease import DeviceShare
+from gpupool_agent.core.assignments import AssignmentName
 from gpupool_agent.devices.interfaces import MpsControl, MpsError, SliceLimits
 
 STEP_DEADLINE_S = 60.0
@@ -32,12 +33,20 @@ class Prepared:
 class Steps:
     """Prepares and cleans up assignments on this node.
 
-    ``sm_count`` gives the multiprocessors of a device, 0: unknown.
+    ``sm_count`` gives the multiprocessors of a device, 0: unknown. ``slices_on`` are the
+    assignments that need MPS on one.
     """
 
-    def __init__(self, mps: MpsControl, sm_count: Callable[[DeviceUuid], int]) -> None:
+    def __init__(
+        self,
+        mps: MpsControl,
+        sm_count: Callable[[DeviceUuid], int],
+        slices_on: Callable[[DeviceUuid], frozenset[AssignmentName]],
+    ) -> None:
         self._mps = mps
         self._sm_count = sm_count
+        self._slices_on = slices_on
+        self._swept: set[DeviceUuid] = set()
         self._locks: defaultdict[DeviceUuid, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def prepare(self, assignment: Assignment, *, adopted: bool) -> Prepared:
@@ -52,9 +61,12 @@ class Steps:
             raise StepFailedError("a process can use one MPS daemon, so one slice and nothing else")
         try:
             async with asyncio.timeout(STEP_DEADLINE_S):
-                for share in _slices(assignment):
+                for share in _devices(assignment):
                     async with self._locks[share.device_uuid]:
-                        await self._admit(assignment, share, prepared, probe=not adopted)
+                        if share.whole:
+                            await self._free_of_mps(share.device_uuid)
+                        else:
+                            await self._admit(assignment, share, prepared, probe=not adopted)
         except (MpsError, TimeoutError) as error:
             if not adopted:
                 await self._roll_back(assignment)
@@ -71,6 +83,32 @@ class Steps:
         except (MpsError, TimeoutError) as error:
             raise StepFailedError(_reason(error)) from error
 
+    async def sweep(self, gpus: Iterable[DeviceUuid]) -> dict[DeviceUuid, str]:
+        """End what a former agent has left on GPUs and nobody keeps; why where it stays."""
+        stays: dict[DeviceUuid, str] = {}
+        for gpu in gpus:
+            async with self._locks[gpu]:
+                try:
+                    await self._sweep(gpu)
+                except MpsError as error:
+                    stays[gpu] = str(error)
+        return stays
+
+    async def _sweep(self, gpu: DeviceUuid) -> None:
+        """Once: what this agent has begun it ends itself."""
+        if gpu not in self._swept:
+            await self._mps.sweep(gpu, self._slices_on(gpu))
+            self._swept.add(gpu)
+
+    async def _free_of_mps(self, gpu: DeviceUuid) -> None:
+        """A whole GPU is nobody's slice: no daemon of a former agent is left on it."""
+        try:
+            await self._sweep(gpu)
+        except MpsError:
+            # Without a helper nobody can tell; a daemon that is known is in the way.
+            if (await self._mps.status(gpu)).uid is not None:
+                raise
+
     async def _admit(
         self, assignment: Assignment, share: DeviceShare, prepared: Prepared, *, probe: bool
     ) -> None:
@@ -82,6 +120,7 @@ class Steps:
             memory_mib=share.memory_mib,
             sm_count=self._sm_count(share.device_uuid),
         )
+        await self._sweep(share.device_uuid)
         await self._mps.start(share.device_uuid, assignment.uid)
         prepared.environment |= await self._mps.set_limits(share.device_uuid, limits)
         if probe:

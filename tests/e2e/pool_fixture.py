@@ -184,9 +184,10 @@ class Session:
 class Fleet:
     """One process of simulated hosts, each with a real agent.
 
-    ``program`` is what Python runs.
+    ``program`` is what ``python`` runs.
     """
 
+    python: str = sys.executable
     program: tuple[str, ...] = ("-m", "gpupool_agent.simulated")
 
     def __init__(self, folder: Path, address: str, nodes: Sequence[str], *flags: str) -> None:
@@ -209,7 +210,7 @@ class Fleet:
         with (self.folder / "fleet.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, *self.program, "--allocator", self.address),
+                    *(self.python, *self.program, "--allocator", self.address),
                     *("--control", self._control, "--ready-file", self._ready_file),
                     *[word for node in self.nodes for word in ("--node", node)],
                     *self._periods(),

@@ -59,6 +59,8 @@ class DidNotStartError(Exception):
 class Daemon:
     """``gpupool-allocator`` on ports that the system chose."""
 
+    python: str = sys.executable
+
     def __init__(self, folder: Path, **settings: object) -> None:
         self.state_dir = folder / "state"
         self.ready = folder / "ready.json"
@@ -90,7 +92,7 @@ class Daemon:
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    sys.executable,
+                    self.python,
                     "-m",
                     "gpupool_allocator",
                     *flags,

@@ -260,11 +260,20 @@ class Book:
             if trouble:
                 return "", f"{uuid}: {trouble}"
             strays = self.strays(uuid, holders)
-            if strays:
-                return "", f"{uuid}: {describe(strays[0])} is on it"
-            if share.whole and self._devices.memory_held(uuid):
+            strangers = [each for each in strays if not self._went_on(each, kept, uuid, holders)]
+            if strangers:
+                return "", f"{uuid}: {describe(strangers[0])} is on it"
+            if share.whole and not strays and self._devices.memory_held(uuid):
                 return "", f"{uuid}: {self._devices.memory_held(uuid)}"
         return "", ""
+
+    def _went_on(
+        self, process: DeviceProcess, kept: Kept, uuid: DeviceUuid, holders: dict[LeaseId, int]
+    ) -> bool:
+        """Whether a stray is the lease's own work, which went on while its node forgot it."""
+        if process.lease_id is None:
+            return False
+        return owner(process, [*self.on_device(uuid), kept], holders) is kept
 
     def _settle_ending(
         self, kept: Kept, now: float, holders: dict[LeaseId, int]
@@ -347,6 +356,16 @@ class Book:
             ):
                 found.append(process)
         return found
+
+    def slices_on(self, uuid: DeviceUuid) -> frozenset[AssignmentName]:
+        """Assignments that have, or will have, a slice of a device or the rest of one."""
+        return frozenset(
+            kept.name
+            for kept in self.kept.values()
+            if not _ended(kept) and kept.state is not AssignmentState.FAILED
+            for share in kept.assignment.place.devices
+            if share.device_uuid == uuid and not share.whole
+        )
 
     def in_use(self) -> frozenset[DeviceUuid]:
         """Devices that an assignment has something of."""

@@ -20,6 +20,8 @@ IDLE_MEMORY_MIB_MAX = 1024
 MEMORY_SLACK_MIB = 64
 """Baselines wander a little, by page tables and the like."""
 
+IMPOSSIBLE = "its driver tells what cannot be"
+
 ABSENT_KEPT_S = 300.0
 """A device that is gone stays listed, as lost, for so long: a driver reload takes less."""
 
@@ -158,9 +160,12 @@ class Devices:
     def memory_held(self, uuid: DeviceUuid) -> str:
         """What is wrong with the memory of a device that nobody should be on."""
         known = self.known.get(uuid)
-        if known is None or known.state is None or known.state.memory_used_mib is None:
+        if known is None or known.state is None:
             return ""
         used_mib = known.state.memory_used_mib
+        if used_mib is None:
+            # Unknown for good is one thing; an impossible value confirms nothing.
+            return f"{IMPOSSIBLE}: {known.state.doubt}" if known.state.doubt else ""
         if used_mib <= known.baseline_mib + MEMORY_SLACK_MIB:
             return ""
         return f"{used_mib} MiB are in use, {known.baseline_mib} MiB when idle"

@@ -26,6 +26,7 @@ from gpupool.model.assignment import (
 from gpupool.model.ids import DeviceUuid, NodeId
 from gpupool.model.inventory import Hca, NodeInventory
 from gpupool.model.lease import ShareGiven
+from gpupool_agent.core.assignments import AssignmentName
 from gpupool_agent.core.book import Book
 from gpupool_agent.core.clock import NodeClock
 from gpupool_agent.core.devices import Devices
@@ -102,6 +103,8 @@ class Node:
         self._driver_version = ""
         self._now = now
         self._connected = False
+        self.knows_wanted = False
+        """Whether an allocator has said, since this agent's start, what shall run here."""
         self._changed = not same_boot
         self._inventory = host
         self._fence = Fence(
@@ -198,6 +201,10 @@ class Node:
         """Every device, in the driver's order."""
         return tuple(self._devices.known)
 
+    def slices_on(self, uuid: DeviceUuid) -> frozenset[AssignmentName]:
+        """Assignments that need MPS on a device, or have something of it there."""
+        return self._book.slices_on(uuid)
+
     def sm_count(self, uuid: DeviceUuid) -> int:
         """Multiprocessors of a device, 0: unknown."""
         known = self._devices.known.get(uuid)
@@ -273,6 +280,7 @@ class Node:
         refusal = self._fence.refuse_desired(desired)
         if refusal:
             return [Log(event="desired_state.refused", details={"reason": refusal})]
+        self.knows_wanted = True
         self._changed |= self._fence.enter(desired.epoch)
         if desired.revision > self._fence.revision:
             self._fence.revision = desired.revision

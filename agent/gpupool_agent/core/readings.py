@@ -55,13 +55,15 @@ class DeviceUsage:
     """What runs on a device.
 
     ``processes`` None: the driver cannot list them now. ``memory_used_mib`` is
-    without the driver's own reserve, None where unknown. ``failed``: lost.
+    without the driver's own reserve, None where unknown. ``failed``: lost. ``doubt``:
+    what the driver said that cannot be, and so was dropped; empty: nothing.
     """
 
     uuid: DeviceUuid
     processes: tuple[GpuProcess, ...] | None
     memory_used_mib: int | None
     failed: FailedDevice | None = None
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,3 +92,4 @@ class DeviceState:
     processes: tuple[DeviceProcess, ...] | None
     memory_used_mib: int | None
     failed: FailedDevice | None = None
+    doubt: str = ""

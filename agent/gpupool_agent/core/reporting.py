@@ -29,6 +29,7 @@ STRAYS_MAX = 64
 """Strays named on one device; a fork bomb must not fill the wire."""
 
 MPS_FAULT = "mps_trouble"
+DOUBT_FAULT = "impossible_reading"
 
 FaultName = tuple[str, DeviceUuid | None]
 
@@ -49,6 +50,11 @@ class Faults:
             if known.failed is not None
         }
         found |= {(MPS_FAULT, uuid): why for uuid, why in devices.mps_troubles.items()}
+        found |= {
+            (DOUBT_FAULT, uuid): known.state.doubt
+            for uuid, known in devices.known.items()
+            if known.state is not None and known.state.doubt
+        }
         for name in [name for name in self.open if name[1] is not None and name not in found]:
             self.close(*name, unix_s)
         for (code, uuid), evidence in found.items():

@@ -40,6 +40,8 @@ RETRY_S = 10.0
 a busy host."""
 
 RETRY_STEP_S = 0.1
+LOST_S = 0.3
+"""How long to wait, where a connection is lost, before the next one is opened."""
 
 HOW = "start gpupool-helper.service and set helper_socket, see docs/install.md"
 
@@ -177,6 +179,8 @@ class HelperClient:
             except _GoneError as error:
                 if last:
                     raise PrivilegedError(f"{action}: {error}") from error
+                # One that is being killed may still take a connection.
+                await asyncio.sleep(LOST_S)
         raise AssertionError("the second time returns or raises")
 
     async def _connected(self, action: str) -> "_Channel":

@@ -50,7 +50,7 @@ def real_adapters(settings: AgentSettings) -> Adapters:
         dial=dial,
         driver_calls=BlockingCalls("driver", threads),
         disk_calls=BlockingCalls("disk", threads),
-        cdi=CdiDirectory(settings.cdi_dir) if settings.cdi_dir else None,
+        cdi=CdiDirectory(settings.cdi_dir) if settings.cdi_dir else privileged if helper else None,
         privileged=privileged,
         imex_channels=imex_channels,
     )

@@ -7,7 +7,7 @@ and ``HcaReader`` may block in the kernel for ever: the agent calls them through
 at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +16,7 @@ import grpc.aio
 from gpupool.model.assignment import AssignmentKey, DeviceTelemetry
 from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool.model.inventory import Hca
+from gpupool_agent.core.assignments import AssignmentName
 from gpupool_agent.core.readings import DeviceUsage, DriverInventory, PortCounters
 from gpupool_agent.devices.blocking import BlockingCalls
 from gpupool_agent.devices.privileged import Privileged
@@ -205,6 +206,14 @@ class MpsControl(Protocol):
 
     async def stop(self, gpu: DeviceUuid) -> None:
         """End the daemon and restore the GPU's mode; refuses while slices are left."""
+        ...
+
+    async def sweep(self, gpu: DeviceUuid, kept: Collection[AssignmentName]) -> None:
+        """End what a former agent has left on a GPU, and none of ``kept`` needs.
+
+        ``kept`` are the assignments that have a slice of it. No client is ended by it:
+        one that belongs to nobody is a stray, and raises MpsError until it has gone.
+        """
         ...
 
     async def verify(self, gpu: DeviceUuid) -> str:

@@ -5,12 +5,13 @@ most 100 percent, the environment that confines a client), and starts nothing.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpupool.model.assignment import AssignmentKey
 from gpupool.model.ids import DeviceUuid
+from gpupool_agent.core.assignments import AssignmentName
 from gpupool_agent.devices.interfaces import MpsError, MpsStatus, ProcessFacts, SliceLimits
 
 SLICES_MAX = 48
@@ -89,6 +90,15 @@ class InProcessMps:
         if daemon is not None and daemon.slices:
             raise MpsError(f"{gpu}: {len(daemon.slices)} slices are left")
         self._daemons.pop(gpu, None)
+
+    async def sweep(self, gpu: DeviceUuid, kept: Collection[AssignmentName]) -> None:
+        """Forget the slices that nobody keeps, and with the last one the daemon."""
+        daemon = self._daemons.get(gpu)
+        if daemon is not None:
+            for name in set(daemon.slices) - set(kept):
+                del daemon.slices[name]
+        if not kept:
+            await self.stop(gpu)
 
     async def verify(self, gpu: DeviceUuid) -> str:
         """Empty when nothing is left."""

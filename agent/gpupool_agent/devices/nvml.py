@@ -1,9 +1,10 @@
 """The GPUs through NVML (nvidia-ml-py).
 
 A failing query hides nothing else: each is asked on its own and gives None where the
-device cannot say. A lost device is named, by what the last good enumeration knew of
-it. The library is initialised anew for every enumeration: handles do not survive a
-hot swap, and the driver counts GPUs when it is initialised.
+device cannot say, or says what cannot be (see ``core.plausible``). A lost device is
+named, by what the last good enumeration knew of it. The library is initialised anew for
+every enumeration: handles do not survive a hot swap, and the driver counts GPUs when it
+is initialised.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,15 @@ import pynvml  # pyright: ignore[reportMissingTypeStubs] - it has none, see belo
 from gpupool.model.assignment import DeviceTelemetry
 from gpupool.model.ids import DeviceUuid
 from gpupool.model.inventory import Device
+from gpupool_agent.core.plausible import (
+    MEMORY_BYTES_MAX,
+    POWER_MW,
+    TEMPERATURE_C,
+    UTILIZATION_PCT,
+    memory_doubt,
+    process_doubt,
+    range_doubt,
+)
 from gpupool_agent.core.readings import DeviceUsage, DriverInventory, FailedDevice, GpuProcess
 from gpupool_agent.devices.interfaces import DriverUnavailableError
 from gpupool_agent.devices.nvlink import NvlinkReader, pci_address, read_fabric
@@ -28,6 +38,14 @@ nvml: Any = pynvml
 
 MIB = 2**20
 MIG_ENABLED = 1
+DOUBTS_MAX = 8
+"""Impossible values of one device that are told at a time."""
+
+RANGES = {
+    "utilization_pct": UTILIZATION_PCT,
+    "temperature_c": TEMPERATURE_C,
+    "power_mw": POWER_MW,
+}
 
 FAILURES = {
     15: ("gpu_lost", "the driver has lost it"),
@@ -67,6 +85,7 @@ class NvmlDriver:
         self._listed: dict[DeviceUuid, _Listed] = {}
         self._failed: dict[DeviceUuid, FailedDevice] = {}
         self._memory_mib: dict[DeviceUuid, int] = {}
+        self._doubts: dict[DeviceUuid, str] = {}
         self._nvlinks = NvlinkReader(_ask)
 
     def inventory(self) -> DriverInventory:
@@ -107,13 +126,18 @@ class NvmlDriver:
         """Measurements of every device of the last inventory that has not failed."""
         self._need_inventory()
         found: list[DeviceTelemetry] = []
+        doubts: dict[DeviceUuid, str] = {}
         for uuid, each in self._listed.items():
             if uuid in self._failed:
                 continue
             try:
-                found.append(_telemetry(uuid, each.handle))
+                measured, doubt = _telemetry(uuid, each.handle)
             except _DeviceFailedError as failure:
                 self._fail(uuid, failure)
+                continue
+            found.append(measured)
+            doubts[uuid] = doubt
+        self._doubts = doubts
         return tuple(found)
 
     def close(self) -> None:
@@ -211,7 +235,7 @@ class NvmlDriver:
 
     def _usable_memory_mib(self, uuid: DeviceUuid, handle: Any) -> int | None:
         """Total less reserved; a reading that fails once does not make it unknown."""
-        memory = _memory(handle)
+        memory, _ = _memory(handle)
         if memory is None:
             return self._memory_mib.get(uuid)
         usable_mib: int = (memory.total - getattr(memory, "reserved", 0)) // MIB
@@ -222,11 +246,16 @@ class NvmlDriver:
         failed = self._failed.get(uuid)
         if failed is None:
             try:
-                memory = _memory(each.handle)
+                memory, doubt = _memory(each.handle)
+                processes, of_processes = _processes(
+                    each.handle, MEMORY_BYTES_MAX if memory is None else memory.total
+                )
+                doubts = (doubt, *of_processes, self._doubts.get(uuid, ""))
                 return DeviceUsage(
                     uuid=uuid,
-                    processes=_processes(each.handle),
+                    processes=processes,
                     memory_used_mib=None if memory is None else memory.used // MIB,
+                    doubt="; ".join(filter(None, doubts[:DOUBTS_MAX])),
                 )
             except _DeviceFailedError as failure:
                 failed = self._fail(uuid, failure)
@@ -255,31 +284,49 @@ def _text(value: str | bytes | None) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
 
 
-def _memory(handle: Any) -> Any | None:
-    """Memory with its reserve; an older driver folds the reserve into what is used."""
+def _memory(handle: Any) -> tuple[Any | None, str]:
+    """Memory with its reserve, and why not; an older driver folds the reserve into what is used."""
     memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle, nvml.nvmlMemory_v2)
-    return _ask(nvml.nvmlDeviceGetMemoryInfo, handle) if memory is None else memory
+    memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle) if memory is None else memory
+    if memory is None:
+        return None, ""
+    doubt = memory_doubt(memory.used, memory.total, getattr(memory, "reserved", 0))
+    return (None, doubt) if doubt else (memory, "")
 
 
-def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
-    """Compute processes; under MPS its clients are listed apart from its server."""
+def _processes(
+    handle: Any, total_bytes: int
+) -> tuple[tuple[GpuProcess, ...] | None, tuple[str, ...]]:
+    """Compute processes, and what is wrong with their memory.
+
+    Under MPS its clients are listed apart from its server.
+    """
     running: list[Any] | None = _ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle)
     if running is None:
-        return None
+        return None, ()
     clients: list[Any] = _ask(nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, handle) or []
-    memory_mib: dict[int, int] = {
-        each.pid: (each.usedGpuMemory or 0) // MIB for each in [*running, *clients]
-    }
-    return tuple(GpuProcess(pid=pid, memory_mib=memory_mib[pid]) for pid in sorted(memory_mib))
-
-
-def _telemetry(uuid: DeviceUuid, handle: Any) -> DeviceTelemetry:
-    utilization = _ask(nvml.nvmlDeviceGetUtilizationRates, handle)
-    memory = _memory(handle)
-    return DeviceTelemetry(
-        uuid=uuid,
-        utilization_pct=None if utilization is None else utilization.gpu,
-        memory_used_mib=None if memory is None else memory.used // MIB,
-        temperature_c=_ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-        power_mw=_ask(nvml.nvmlDeviceGetPowerUsage, handle),
+    told: dict[int, int] = {each.pid: each.usedGpuMemory or 0 for each in [*running, *clients]}
+    doubts = {pid: process_doubt(pid, used, total_bytes) for pid, used in told.items()}
+    found = tuple(
+        # What is there is listed, however much it says it holds.
+        GpuProcess(pid=pid, memory_mib=0 if doubts[pid] else told[pid] // MIB)
+        for pid in sorted(told)
     )
+    return found, tuple(filter(None, doubts.values()))
+
+
+def _telemetry(uuid: DeviceUuid, handle: Any) -> tuple[DeviceTelemetry, str]:
+    """Measurements, and what of them cannot be; memory is doubted where usage is read."""
+    memory, _ = _memory(handle)
+    rates = _ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+    values = {
+        "utilization_pct": None if rates is None else rates.gpu,
+        "temperature_c": _ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        "power_mw": _ask(nvml.nvmlDeviceGetPowerUsage, handle),
+    }
+    doubts = {name: range_doubt(name, values[name], RANGES[name]) for name in values}
+    sound = {name: None if doubts[name] else value for name, value in values.items()}
+    measured = DeviceTelemetry(
+        uuid=uuid, memory_used_mib=None if memory is None else memory.used // MIB, **sound
+    )
+    return measured, "; ".join(filter(None, doubts.values()))

@@ -52,6 +52,9 @@ class DaemonFacts:
     pipe_directory: str = ""
     """CUDA_MPS_PIPE_DIRECTORY of its clients: the helper makes it, and alone names it."""
 
+    uid: int = -1
+    """User that it was started for; -1: not told."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandOutcome:

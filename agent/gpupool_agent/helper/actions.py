@@ -53,6 +53,11 @@ class Actions:
         self._cdi = CdiFiles(settings.cdi_dir)
         self._turns = _Turns()
 
+    async def sweep(self) -> None:
+        """Take back what a helper that was killed had half done. FailedError."""
+        self._cdi.sweep()
+        await self._mps.sweep()
+
     async def perform(self, action: Action) -> Any:
         """Carry an action out and give what it gives, as JSON has it.
 
@@ -115,10 +120,12 @@ class Actions:
                 raise FailedError(f"slot {slot} serves uid {record.uid} on {record.gpu}")
 
     def _facts(self, slot: str, daemon: Daemon) -> dict[str, Any]:
+        record = self._mps.record(slot)
         return {
             "pid": daemon.pid,
             "start_ticks": daemon.start_ticks,
             "pipe_directory": str(self._mps.pipe(slot)),
+            "uid": -1 if record is None else record.uid,
         }
 
     async def _mps_commands(self, action: MpsCommands) -> dict[str, Any]:

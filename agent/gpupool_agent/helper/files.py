@@ -42,6 +42,14 @@ class CdiFiles:
         except OSError as error:
             raise FailedError(f"the CDI spec cannot be removed: {error.strerror}") from error
 
+    def sweep(self) -> None:
+        """Remove what a helper that was killed had half written. FailedError."""
+        try:
+            for each in self._directory.glob(f".{CDI_PREFIX}*.new"):
+                each.unlink(missing_ok=True)
+        except OSError as error:
+            raise FailedError(f"half a CDI spec stays: {error.strerror}") from error
+
     def leases(self) -> list[str]:
         """Leases that have one."""
         names = (

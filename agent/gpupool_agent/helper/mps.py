@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from gpupool_agent.helper.checks import SLOT
 from gpupool_agent.helper.files import make_directory, make_for_user, remove_tree, write_file
 from gpupool_agent.helper.processes import held, send, start_ticks
 from gpupool_agent.helper.programs import PATH, find, run
@@ -25,6 +26,16 @@ from gpupool_agent.helper.settings import HelperSettings
 
 BOOTED = Path("/run/systemd/system")
 """Is there where systemd runs the host, sd_booted(3)."""
+
+START = """\
+umask 077
+program=$1 file=$2
+read -r line < "/proc/$$/stat"
+set -- ${line##*) }
+echo "$$ ${20}" > "$file.new" && mv "$file.new" "$file" && exec "$program" -f
+"""
+"""A daemon writes its own pid file, with its start time, before it is one: a helper that is
+killed in the middle leaves none that the next one does not find."""
 
 POLL_S = 0.01
 LOG_CHARS_MAX = 300
@@ -92,6 +103,19 @@ class MpsDaemons:
     async def find(self, slot: str) -> Daemon | None:
         """The slot's daemon, None where none runs."""
         return await self._supervisor.find(slot)
+
+    async def sweep(self) -> None:
+        """Remove what is left of slots without a daemon: a helper was killed in the middle.
+
+        FailedError.
+        """
+        for pattern in (".mps-*.new", "mps-*.pid.new"):
+            for each in self._settings.run_dir.glob(pattern):
+                each.unlink(missing_ok=True)
+        made = {each.name for each in self._settings.mps_dir.glob("*") if each.is_dir()}
+        for slot in sorted(made | set(self.slots())):
+            if SLOT.fullmatch(slot) and await self.find(slot) is None:
+                await self.stop(slot)
 
     async def start(self, slot: str, record: Record) -> Daemon:
         """Have the slot's daemon; it takes commands afterwards. FailedError: nothing is left."""
@@ -209,7 +233,7 @@ class SessionSupervisor:
         try:
             with log.open("ab") as output:
                 child = subprocess.Popen(  # noqa: ASYNC220 - it returns once it runs
-                    (program, "-f"),
+                    ("sh", "-c", START, "sh", program, self._file(slot)),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -220,9 +244,12 @@ class SessionSupervisor:
         except OSError as error:
             raise FailedError(f"{program} cannot be started: {error.strerror}") from error
         self._children[child.pid] = child
-        ticks = start_ticks(child.pid)
-        if ticks is not None:
-            write_file(self._file(slot), f"{child.pid} {ticks}\n", 0o600)
+        end_s = time.monotonic() + self._settings.command_deadline_s
+        while child.poll() is None and not self._file(slot).exists():
+            if time.monotonic() > end_s:
+                child.kill()
+                raise FailedError(f"{slot}: its MPS daemon did not write its pid file")
+            await asyncio.sleep(POLL_S)
 
     async def find(self, slot: str) -> Daemon | None:
         """The process of the pid file, if it is still the same one."""

@@ -71,6 +71,11 @@ class HelperServer:
     async def serve(self, serving: asyncio.Event) -> None:
         """Serve until cancelled; SocketTakenError, OSError."""
         with _listening(self._settings.socket, self._group) as listener:
+            # Whoever asks meanwhile waits: nothing half done is taken for done.
+            try:
+                await self._actions.sweep()
+            except FailedError as error:
+                self._log.error("helper.not_swept", reason=str(error))
             serving.set()
             try:
                 while True:

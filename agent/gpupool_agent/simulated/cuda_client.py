@@ -30,7 +30,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpupool_agent.simulated.gpu_processes import GpuProcess, GpuProcesses, start_ticks_of
@@ -212,12 +212,23 @@ def _hold(arguments: argparse.Namespace, environment: dict[str, str]) -> None:
         client.say(arguments.work)
     print(json.dumps(line), flush=True)
     try:
+        _churn(arguments.cycles, processes, mine)
         _wait(arguments, client)
     finally:
         processes.remove(mine.pid)
         if client is not None:
             client.say("idle")
             client.close()
+
+
+def _churn(cycles: int, processes: GpuProcesses, mine: GpuProcess) -> None:
+    """Give the memory back and take it again, so many times, and say so at the end."""
+    nothing = replace(mine, memory_mib=0)
+    for _ in range(cycles):
+        processes.add(nothing)
+        processes.add(mine)
+    if cycles:
+        print(json.dumps({"pid": mine.pid, "cycles": cycles}), flush=True)
 
 
 def _wait(arguments: argparse.Namespace, client: MpsClient | None) -> None:
@@ -254,6 +265,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=86400.0, help="how long, s")
     parser.add_argument(
         "--orphan", action="store_true", help="hold it in a child that outlives this process"
+    )
+    parser.add_argument(
+        "--cycles", type=int, default=0, help="give its memory back and take it, so many times"
     )
     parser.add_argument(
         "--work",

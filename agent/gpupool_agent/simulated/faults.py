@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpupool.model.inventory import FABRIC_STATES
+from gpupool_agent.simulated.node import FalseReadings
 from gpupool_agent.simulated.sysfs import set_port
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 
 _CODE_MAX = 999
+_BYTES_MAX = 2**64 - 1
 
 
 class ActionError(ValueError):
@@ -78,6 +80,22 @@ async def _gpu_unhide(host: "SimulatedHost", gpu: str) -> str:
     found = host.node.find_gpu(gpu)
     host.node.set_hidden(found, hidden=False)
     return found.uuid
+
+
+async def _memory_reads(host: "SimulatedHost", gpu: str, used: str, total: str) -> str:
+    found = host.node.find_gpu(gpu)
+    told = FalseReadings(used_bytes=_bytes("USED", used), total_bytes=_bytes("TOTAL", total))
+    host.node.set_false(found, told)
+    return found.uuid
+
+
+def _bytes(name: str, text: str) -> int | None:
+    """Bytes that a driver may tell; None for the truth."""
+    if text == "truth":
+        return None
+    if not text.isdecimal() or int(text) > _BYTES_MAX:
+        raise ActionError(f"{name} is {text!r}; accepted are 0 to {_BYTES_MAX} and truth")
+    return int(text)
 
 
 async def _nvlinks(host: "SimulatedHost", gpu: str, links: str) -> None:
@@ -154,6 +172,11 @@ ACTIONS = {
     "gpu-add": Action(parameters=("SLOT",), help="a new one in a free slot", run=_gpu_add),
     "gpu-hide": Action(parameters=("GPU",), help="the driver lists it no more", run=_gpu_hide),
     "gpu-unhide": Action(parameters=("GPU",), help="the driver lists it again", run=_gpu_unhide),
+    "memory-reads": Action(
+        parameters=("GPU", "USED", "TOTAL"),
+        help="the driver tells so many bytes of its memory, or the truth",
+        run=_memory_reads,
+    ),
     "nvlinks": Action(parameters=("GPU", "LINKS"), help="so many NVLinks are up", run=_nvlinks),
     "fabric": Action(
         parameters=("STATE", "STATUS"),

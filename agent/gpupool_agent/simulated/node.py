@@ -25,11 +25,28 @@ COMPUTE_MODE_DEFAULT = 0
 _NO_CLUSTER = UUID(int=0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FalseReadings:
+    """What the driver says of a GPU instead of the truth; None: the truth.
+
+    In bytes, 0 to 2^64-1: memory in use, all memory, memory of each process. ``utilization``
+    is in percent.
+    """
+
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    process_bytes: int | None = None
+    utilization: int | None = None
+
+
+TRUTH = FalseReadings()
+
+
 @dataclass(slots=True, kw_only=True)
 class SimulatedGpu:
     """A GPU in a slot. ``lost``: fallen off the bus; ``active_links`` of its NVLinks.
 
-    ``hidden``: in its slot, and not listed by the driver.
+    ``hidden``: in its slot, and not listed by the driver. ``false``: how the driver lies.
     """
 
     uuid: str
@@ -39,6 +56,7 @@ class SimulatedGpu:
     lost: bool = False
     hidden: bool = False
     compute_mode: int = COMPUTE_MODE_DEFAULT
+    false: FalseReadings = TRUTH
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,15 +101,24 @@ class SimulatedNode:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
+        self._lay_out()
+        self.processes.create()
+        self.write_gpus()
+
+    def _lay_out(self) -> None:
+        """Put every GPU into its slot; nothing is written."""
         self.answering.set()
         self.processes = GpuProcesses(self.directory / "gpu-processes")
-        self.processes.create()
         self.gpus = tuple(
             self._gpu_in(slot, minor)
             for minor, slot in enumerate(self.machine.slots)
             if minor < len(self.machine.slots) - self.machine.free_slots
         )
-        self.write_gpus()
+
+    def answer(self) -> None:
+        """Return once the driver answers a call; it hangs while ``answering`` is not set."""
+        if not self.answering.is_set():
+            self.answering.wait()
 
     @property
     def cluster(self) -> UUID:
@@ -169,6 +196,10 @@ class SimulatedNode:
         gpu.hidden = hidden
         self.write_gpus()
 
+    def set_false(self, gpu: SimulatedGpu, readings: FalseReadings) -> None:
+        """Have the driver lie about a GPU, or tell the truth again."""
+        gpu.false = readings
+
     def set_compute_mode(self, gpu: SimulatedGpu, mode: int) -> None:
         """Say who may make contexts on a GPU; the number is NVML's."""
         gpu.compute_mode = mode
@@ -219,6 +250,7 @@ class SimulatedNode:
         ]
         temporary = self.directory / "gpus.json.new"
         temporary.write_text(json.dumps(rows))
+        temporary.chmod(0o644)
         temporary.replace(self.directory / "gpus.json")
 
     def _gpu_in(self, slot: SlotDescription, minor: int, silicon: int = 0) -> SimulatedGpu:

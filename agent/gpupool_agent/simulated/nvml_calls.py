@@ -45,8 +45,7 @@ class NvmlFunction:
         node = CURRENT_NODE.get()
         if node is None:
             return ReturnCode.DRIVER_NOT_LOADED
-        if not node.answering.is_set():
-            node.answering.wait()
+        node.answer()
         if self._name in node.machine.missing_symbols:
             return ReturnCode.FUNCTION_NOT_FOUND
         return self._body(node, *arguments)

@@ -49,6 +49,8 @@ def _fill_memory(
         record.used = used_mib * _MIB
     else:
         record.used = (used_mib + model.memory_reserved_mib) * _MIB
+    record.used = record.used if gpu.false.used_bytes is None else gpu.false.used_bytes
+    record.total = record.total if gpu.false.total_bytes is None else gpu.false.total_bytes
     return ReturnCode.SUCCESS
 
 
@@ -77,7 +79,8 @@ def _fill_processes(
         return ReturnCode.INSUFFICIENT_SIZE
     for process, row in zip(processes, () if array is None else array, strict=False):
         row.pid = process.pid
-        row.usedGpuMemory = process.memory_mib * _MIB
+        told_bytes = gpu.false.process_bytes
+        row.usedGpuMemory = process.memory_mib * _MIB if told_bytes is None else told_bytes
         row.gpuInstanceId = _NO_INSTANCE
         row.computeInstanceId = _NO_INSTANCE
     return ReturnCode.SUCCESS
@@ -87,6 +90,7 @@ def _fill_processes(
 def _utilization(node: SimulatedNode, gpu: SimulatedGpu, rates: Any) -> int:
     record = target(rates)
     record.gpu, record.memory = (90, 40) if node.processes_on(gpu) else (0, 0)
+    record.gpu = record.gpu if gpu.false.utilization is None else gpu.false.utilization
     return ReturnCode.SUCCESS
 
 

@@ -32,6 +32,7 @@ MODE_NUMBERS = {
     ComputeMode.PROHIBITED: 2,
     ComputeMode.EXCLUSIVE_PROCESS: 3,
 }
+UID_FILE = "uid"
 _LOOKS_MAX = 500
 _LOOK_S = 0.01
 
@@ -60,6 +61,7 @@ class SimulatedPrivileged:
         self._mps_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
         for directory in (self._pipe(slot.name), self._log(slot.name)):
             directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        (self._mps_dir / slot.name / UID_FILE).write_text(str(slot.uid))
         outcome = await self._run(
             self.control, ("-d",), self._environment(slot.name) | {"CUDA_VISIBLE_DEVICES": slot.gpu}
         )
@@ -77,7 +79,12 @@ class SimulatedPrivileged:
         ticks = start_ticks_of(pid)
         if ticks is None:
             return None
-        return DaemonFacts(pid=pid, start_ticks=ticks, pipe_directory=str(self._pipe(slot)))
+        return DaemonFacts(
+            pid=pid,
+            start_ticks=ticks,
+            pipe_directory=str(self._pipe(slot)),
+            uid=int((self._mps_dir / slot / UID_FILE).read_text()),
+        )
 
     async def stop_mps(self, slot: str) -> None:
         """Kills the daemon and its servers where they still run; removes directories."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.systemd.machine import CannotBootError, Machine, until
+from tests.e2e.systemd.simulate import HOME
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
@@ -75,16 +76,19 @@ def files(machine: Machine) -> set[str]:
 
 
 def give_it_gpus(machine: Machine) -> None:
-    """Simulated ones, and a stand-in for MPS."""
+    """Simulated ones, with the stand-in for MPS's control program."""
     packages = machine.say("/opt/gpupool/bin/python", "-c", "import pynvml; print(pynvml.__file__)")
     folder = machine.root / Path(packages).parent.relative_to("/")
     (folder / "simulate_gpus.py").write_text((HERE / "simulate.py").read_text())
     (folder / "simulate_gpus.pth").write_text("import simulate_gpus; simulate_gpus.simulate()\n")
-    control = machine.root / "opt/gpupool/bin/nvidia-cuda-mps-control"
-    control.write_text("#!/usr/bin/python3\n" + (HERE / "mps_control.py").read_text())
-    control.chmod(0o755)
+    make = "import simulate_gpus; simulate_gpus.lay_out('/opt/gpupool/bin')"
+    machine.run("/opt/gpupool/bin/python", "-c", make)
     link = machine.root / "usr/bin/nvidia-cuda-mps-control"
     link.symlink_to("/opt/gpupool/bin/nvidia-cuda-mps-control")
+    settings = machine.root / "etc/gpupool"
+    probe = "GPUPOOL_HELPER_PROBE_PROGRAM=/opt/gpupool/bin/gpupool-mps-probe\n"
+    (settings / "helper.env").write_text(probe)
+    (settings / "agent.env").write_text("GPUPOOL_AGENT_USAGE_PERIOD_S=0.5\n")
 
 
 def pid_of(machine: Machine, unit: str) -> int:
@@ -287,6 +291,83 @@ def test_a_lease_lives_through_restarts_and_crashes_of_everything(installed: Mac
     )
 
 
+def hold_a_slice(machine: Machine) -> None:
+    """A CUDA client of nobody's on a tenth of a GPU, in a unit of its own."""
+    client = ("/opt/gpupool/bin/python", "-m", "gpupool_agent.simulated.cuda_client")
+    machine.run(
+        "systemd-run",
+        "--unit=slice",
+        "--property=User=nobody",
+        f"--setenv=GPUPOOL_SIMULATED_NODE={HOME}",
+        *("gpupool", "run", "--gpus", "0.1", "--", *client),
+    )
+    until(lambda: "ACTIVE" in state_of_only_lease(machine), "the slice")
+    until(lambda: len(on_gpus(machine)) == 2, "its client")
+
+
+def state_of_only_lease(machine: Machine) -> str:
+    found = [str(each["state"]).upper() for each in leases(machine)]
+    return found[0] if len(found) == 1 else ""
+
+
+def on_gpus(machine: Machine) -> list[int]:
+    """Processes that the driver lists: of a slice, its MPS server and its client."""
+    told = machine.run("ls", f"{HOME}/gpu-processes", check=False).stdout
+    return sorted(int(word) for word in told.split() if word.isdecimal())
+
+
+def mps_units(machine: Machine) -> list[str]:
+    told = machine.say(
+        *("systemctl", "list-units", "--all", "--plain", "--no-legend", "gpupool-mps@*")
+    )
+    return [line.split()[0] for line in told.splitlines()]
+
+
+def test_a_slice_its_daemon_and_its_clients_live_through_all_of_it(installed: Machine) -> None:
+    """Restarts, daemon-reload, reloads, crashes and the watchdog: the same processes after."""
+    until(lambda: connected(installed), "the agent")
+    hold_a_slice(installed)
+    (unit,) = mps_units(installed)
+    (before,) = leases(installed)
+    daemon, clients = pid_of(installed, unit), on_gpus(installed)
+
+    def is_as_before(what: str) -> None:
+        until(lambda: connected(installed), f"the agent after {what}")
+        assert pid_of(installed, unit) == daemon, what
+        assert on_gpus(installed) == clients, what
+        assert installed.state("slice") == "active", installed.journal("slice")
+
+    for verb in ("restart", "reload", "daemon-reload", "restart"):
+        words = (verb,) if verb == "daemon-reload" else (verb, "gpupool-agent")
+        installed.run("systemctl", *words)
+        is_as_before(verb)
+    for other in UNITS:
+        kill(installed, other)
+        is_as_before(f"the crash of {other}")
+    for other in ("gpupool-agent", "gpupool-helper"):
+        with drop_in(installed, other, WATCHDOG):
+            installed.run("systemctl", "restart", other)
+            stopped = pid_of(installed, other)
+            installed.run("kill", f"-{signal.SIGSTOP.value}", str(stopped))
+            until(lambda u=other, p=stopped: is_started_anew(installed, u, p), "a new process")
+            is_as_before(f"the watchdog of {other}")
+        installed.run("systemctl", "restart", other)
+    is_as_before("all of it")
+    (after,) = leases(installed)
+    assert {key: after[key] for key in ("lease_id", "state", "members")} == {
+        key: before[key] for key in ("lease_id", "state", "members")
+    }
+    installed.run("systemctl", "stop", "slice")
+    until(lambda: not mps_units(installed), "the end of the daemon")
+    until(lambda: leases(installed) == [], "the end of the lease")
+    assert on_gpus(installed) == []
+    for where in ("/run/gpupool-mps", "/run/gpupool/mps", "/run/cdi"):
+        assert installed.run("ls", where, check=False).stdout == "", where
+    assert "mps-" not in installed.run("ls", "/run/gpupool-helper").stdout
+    told = json.loads((installed.run("cat", f"{HOME}/driver.json")).stdout)
+    assert {gpu.get("compute_mode", 0) for gpu in told["gpus"].values()} == {0}
+
+
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_reload_is_taken_and_nothing_ends(installed: Machine, unit: str) -> None:
     if unit == "gpupool-helper":
@@ -325,11 +406,12 @@ def test_installing_again_keeps_the_settings_and_upgrades(installed: Machine) ->
 
 def test_uninstalling_leaves_settings_and_state_and_nothing_runs(installed: Machine) -> None:
     assert "scripts/uninstall" in COMMANDS
-    uuid = gpus(installed)[0]["device"]["uuid"]
-    start = f"await helper.start_mps(MpsSlot(name='{SLOT}', gpu='{uuid}', uid=65534))"
-    ask_helper(installed, "gpupool", start)
+    until(lambda: connected(installed), "the agent")
+    hold_a_slice(installed)
+    (daemon,) = mps_units(installed)
     installed.run(str(ROOT / "scripts" / "uninstall"))
-    for unit in (*UNITS, f"gpupool-mps@{SLOT}"):
+    installed.run("systemctl", "stop", "slice")
+    for unit in (*UNITS, daemon):
         assert installed.state(unit) == "inactive"
         assert installed.state(unit, "LoadState") == "not-found"
     assert installed.run("pgrep", "-f", "gpupool|mps-control", check=False).stdout == ""

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.integration.mps.world import EXCLUSIVE_PROCESS, World, limits, until, world
 
 from gpupool_agent.devices.interfaces import MpsError
+from gpupool_agent.devices.mps_daemons import foreign
 from gpupool_agent.devices.mps_daemons.records import slot_name
 from gpupool_agent.devices.privileged import PrivilegedError
 from gpupool_agent.devices.processes import ProcProcessTable
@@ -239,6 +241,27 @@ async def test_c19_a_foreign_daemon_is_found_and_refused(node: World) -> None:
     await asyncio.to_thread(subprocess.run, [program], env=environment, input=b"quit\n", check=True)
 
 
+async def test_daemons_that_start_at_once_are_not_foreign_to_each_other(
+    node: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent may not read what a daemon of root manages; it could be any GPU."""
+    readable = foreign._environment
+
+    def closed(process: Path) -> dict[str, str] | None:
+        found = readable(process)
+        own = (found or {}).get("CUDA_MPS_PIPE_DIRECTORY", "").startswith(str(node.mps_dir))
+        return None if own else found
+
+    monkeypatch.setattr(foreign, "_environment", closed)
+    node.watch()
+    several = [limits(f"l{number}", 10) for number in range(4)]
+    pairs = list(zip(node.gpus, several, strict=False))
+    await asyncio.gather(*(node.admit(gpu, each) for gpu, each in pairs))
+    assert node.told == []
+    for gpu, each in pairs:
+        await node.dismiss(gpu, each)
+
+
 async def test_c22_a_daemon_that_does_not_quit_is_killed_by_its_pid_file(node: World) -> None:
     gpu, mine = node.gpus[0], limits("a", 10)
     environment = await node.admit(gpu, mine)
@@ -318,6 +341,76 @@ async def test_a_restarted_agent_replaces_a_daemon_that_died_meanwhile(node: Wor
     await node.admit(gpu, mine)
     await node.dismiss(gpu, mine)
     assert node.left() == []
+
+
+async def test_a_daemon_that_no_record_knows_is_ours_and_taken_over(node: World) -> None:
+    """The record is lost, as with the whole of the agent's directory."""
+    gpu, mine = node.gpus[0], limits("a", 10)
+    environment = await node.admit(gpu, mine)
+    client, _ = await node.hold(gpu, "a", environment)
+    daemon, server = await node.daemon_pid(gpu), await node.server_pid(gpu)
+    node.forget()
+    node.daemons = node.make()
+    node.watch()
+    again = limits("a", 20, token=2)
+    await node.daemons.sweep(gpu, {(again.key, 2)})
+    assert (await node.admit(gpu, again))["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "20"
+    assert (await node.daemon_pid(gpu), await node.server_pid(gpu)) == (daemon, server)
+    assert client.poll() is None
+    assert await node.ask(gpu, f"get_active_thread_percentage {server}") == ["20.0"]
+    assert node.told == [], "not taken for a foreign one"
+    await node.dismiss(gpu, again)
+    assert node.left() == []
+
+
+async def test_a_daemon_that_no_record_knows_and_nobody_wants_ends(node: World) -> None:
+    gpu, mine = node.gpus[0], limits("a", 10)
+    await node.admit(gpu, limits("b", 10))
+    daemon = await node.daemon_pid(gpu)
+    node.forget()
+    node.daemons = node.make()
+    await node.daemons.sweep(gpu, set())
+    assert node.left() == []
+    await node.admit(gpu, mine)
+    assert await node.daemon_pid(gpu) != daemon
+
+
+@pytest.mark.parametrize("forgotten", [False, True], ids=["recorded", "unrecorded"])
+async def test_what_nobody_keeps_goes_once_its_clients_have(node: World, forgotten: bool) -> None:
+    gpu, mine = node.gpus[0], limits("a", 10)
+    environment = await node.admit(gpu, mine)
+    client, _ = await node.hold(gpu, "a", environment)
+    if forgotten:
+        node.forget()
+    node.daemons = node.make()
+    with pytest.raises(MpsError, match="1 clients of nobody"):
+        await node.daemons.sweep(gpu, set())
+    assert client.poll() is None
+    client.kill()
+    await node.ended(client)
+    await until(lambda: len(node.node.processes_on(node.node.gpus[0])) == 1, "the client is gone")
+    await node.daemons.sweep(gpu, set())
+    assert node.left() == []
+
+
+async def test_a_slice_that_is_as_it_was_needs_nothing_from_anybody(
+    node: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So an agent that starts anew while its helper is away keeps its slices."""
+    gpu, mine = node.gpus[0], limits("a", 10)
+    environment = await node.admit(gpu, mine)
+    node.daemons = node.make()
+
+    async def away(*_: object) -> None:
+        raise PrivilegedError("nobody answers")
+
+    for name in ("mps_commands", "mps_daemon", "start_mps", "stop_mps", "set_compute_mode"):
+        monkeypatch.setattr(node.privileged, name, away)
+    await node.daemons.start(gpu, mine.uid)
+    for known in (mine, replace(mine, sm_count=0)):
+        assert await node.daemons.set_limits(gpu, known) == environment
+    with pytest.raises(MpsError, match="nobody answers"):
+        await node.daemons.set_limits(gpu, limits("b", 10))
 
 
 async def test_records_of_another_boot_say_nothing(node: World) -> None:

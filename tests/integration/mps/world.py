@@ -155,6 +155,10 @@ class World:
         """Faults of the node's daemons; empty: none."""
         (self.node.directory / FAULTS_FILE).write_text(text)
 
+    def forget(self) -> None:
+        """Lose what the keeper has written down."""
+        shutil.rmtree(self.node.directory / "records")
+
     def left(self) -> list[str]:
         """What of MPS is on the node: processes, directories, records, modes."""
         own = [

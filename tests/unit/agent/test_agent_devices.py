@@ -24,7 +24,8 @@ from gpupool_agent.devices.interfaces import DriverUnavailableError, MpsError, S
 from gpupool_agent.devices.mps import InProcessMps
 from gpupool_agent.devices.nvml import NvmlDriver, pci_address
 from gpupool_agent.devices.processes import ProcProcessTable
-from gpupool_agent.simulated.node import CURRENT_NODE, SimulatedNode
+from gpupool_agent.simulated.gpu_processes import GpuProcess
+from gpupool_agent.simulated.node import CURRENT_NODE, TRUTH, FalseReadings, SimulatedNode
 from gpupool_agent.simulated.nvml_library import install
 from gpupool_agent.simulated.specs import parse_node
 from gpupool_agent.simulated.sysfs import set_port, sysfs_root, write_sysfs
@@ -124,6 +125,76 @@ def test_a_gpu_that_was_never_readable_is_told_as_such(
     assert len(found.devices) == len(node.gpus) - 1
     assert found.unreadable == ("GPU 0: the driver has lost it",)
     driver.close()
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        FalseReadings(used_bytes=17 * 10**12),
+        FalseReadings(used_bytes=2**64 - 1),
+        FalseReadings(used_bytes=2**63),
+        FalseReadings(total_bytes=2**64 - 1),
+        FalseReadings(total_bytes=0),
+        FalseReadings(total_bytes=1, used_bytes=0),
+    ],
+)
+def test_impossible_memory_is_dropped_and_flagged(
+    told: FalseReadings, simulate: Callable[..., SimulatedNode]
+) -> None:
+    node = simulate("dgx-h100:n")
+    driver = NvmlDriver(sysfs_root(node))
+    before = driver.inventory().devices
+    node.set_false(node.gpus[0], told)
+    usage, other = driver.usage()[:2]
+    assert (usage.memory_used_mib, other.doubt) == (None, "")
+    assert "MiB" in usage.doubt
+    assert driver.telemetry()[0].memory_used_mib is None
+    # What is known of the device stays known.
+    assert driver.inventory().devices == before
+    node.set_false(node.gpus[0], TRUTH)
+    assert driver.usage()[0].doubt == ""
+    assert driver.usage()[0].memory_used_mib == node.used_mib(node.gpus[0])
+
+
+def test_a_process_that_holds_more_than_there_is_is_listed_without_its_memory(
+    simulate: Callable[..., SimulatedNode],
+) -> None:
+    node = simulate("dgx-h100:n")
+    driver = NvmlDriver(sysfs_root(node))
+    driver.inventory()
+    ticks = ProcProcessTable().start_ticks(os.getpid())
+    assert ticks is not None
+    node.processes.add(
+        GpuProcess(
+            pid=os.getpid(),
+            start_ticks=ticks,
+            uid=0,
+            uuids=(node.gpus[0].uuid,),
+            memory_mib=500,
+        )
+    )
+    node.set_false(node.gpus[0], FalseReadings(process_bytes=17 * 10**12))
+    usage = driver.usage()[0]
+    assert usage.processes is not None
+    assert [(each.pid, each.memory_mib) for each in usage.processes] == [(os.getpid(), 0)]
+    assert f"process {os.getpid()}" in usage.doubt
+    assert usage.memory_used_mib == node.used_mib(node.gpus[0])
+
+
+def test_measurements_out_of_range_are_dropped_and_flagged(
+    simulate: Callable[..., SimulatedNode],
+) -> None:
+    node = simulate("dgx-h100:n")
+    driver = NvmlDriver(sysfs_root(node))
+    driver.inventory()
+    node.set_false(node.gpus[0], FalseReadings(utilization=4_000_000))
+    measured = driver.telemetry()[0]
+    assert measured.utilization_pct is None
+    assert measured.power_mw
+    assert "utilization_pct 4000000" in driver.usage()[0].doubt
+    node.set_false(node.gpus[0], TRUTH)
+    assert driver.telemetry()[0].utilization_pct == 0
+    assert driver.usage()[0].doubt == ""
 
 
 def test_a_driver_that_is_not_loaded_is_unavailable_and_comes_back(

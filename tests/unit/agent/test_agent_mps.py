@@ -1,6 +1,7 @@
 """Slices in the agent's core and its steps: what they really get, and trouble with MPS."""
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from gpupool.model.assignment import AssignmentState, DeviceReport
 from gpupool.model.ids import DeviceUuid
 from gpupool.model.lease import ShareGiven
 from gpupool_agent.checkpoint import StateDirectory
+from gpupool_agent.core.assignments import AssignmentName
 from gpupool_agent.core.events import InventoryRead, MpsChanged, Prepare, StepDone
 from gpupool_agent.core.shares import shares_given
+from gpupool_agent.devices.interfaces import MpsError, MpsStatus, SliceLimits
 from gpupool_agent.devices.mps import InProcessMps
 from gpupool_agent.devices.mps_daemons import foreign as foreign_module
 from gpupool_agent.devices.mps_daemons.foreign import (
@@ -140,11 +143,73 @@ async def test_c20_a_member_with_two_slices_is_refused_before_anything_is_done(
     tmp_path: Path,
 ) -> None:
     mps = InProcessMps(tmp_path)
-    steps = Steps(mps, lambda _: 0)
+    steps = Steps(mps, lambda _: 0, lambda _: frozenset())
     for shares in ((part(0, 50), part(1, 50)), (part(0, 50), whole(1))):
         with pytest.raises(StepFailedError, match="a process can use one MPS daemon"):
             await steps.prepare(assignment("a", 1, *shares), adopted=False)
     assert (await mps.status(gpu(0))).uid is None
+
+
+class UnprobedMps(InProcessMps):
+    """Through whose daemons no client gets."""
+
+    async def probe(self, gpu: DeviceUuid, limits: SliceLimits) -> int:
+        raise MpsError(f"{gpu}: the probe got no client through to {limits.key}")
+
+
+async def test_a_slice_whose_probe_fails_is_rolled_back_and_not_handed_over(
+    tmp_path: Path,
+) -> None:
+    mps = UnprobedMps(tmp_path)
+    steps = Steps(mps, lambda _: 0, lambda _: frozenset())
+    wanted = assignment("a", 1, part(0, 10))
+    with pytest.raises(StepFailedError, match="the probe got no client through"):
+        await steps.prepare(wanted, adopted=False)
+    assert (await mps.status(gpu(0))).uid is None
+    # One that runs already is not disturbed by a probe.
+    assert (await steps.prepare(wanted, adopted=True)).environment
+
+
+async def test_what_nobody_keeps_is_swept_once_and_before_a_gpu_is_used(tmp_path: Path) -> None:
+    mps = InProcessMps(tmp_path)
+    kept: set[AssignmentName] = set()
+    steps = Steps(mps, lambda _: 0, lambda _: frozenset(kept))
+    old, new = assignment("a", 1, part(0, 60)), assignment("b", 2, part(0, 60))
+    former = Steps(mps, lambda _: 0, lambda _: frozenset({(old.key, 1)}))
+    await former.prepare(old, adopted=False)
+    kept.add((new.key, 2))
+    # Without a sweep the two would be over 100 %.
+    await steps.prepare(new, adopted=False)
+    assert [limits.key for limits in (await mps.status(gpu(0))).slices] == [new.key]
+    kept.clear()
+    assert await steps.sweep([gpu(0)]) == {}
+    assert (await mps.status(gpu(0))).uid is not None, "what this agent began it ends itself"
+    assert await Steps(mps, lambda _: 0, lambda _: frozenset()).sweep([gpu(0)]) == {}
+    assert (await mps.status(gpu(0))).uid is None
+
+
+class UnsweptMps(InProcessMps):
+    """Whose sweep fails; ``runs``: a daemon is known to be there."""
+
+    runs = True
+
+    async def sweep(self, gpu: DeviceUuid, kept: Collection[AssignmentName]) -> None:
+        raise MpsError(f"{gpu}: of {len(kept)} it cannot be swept")
+
+    async def status(self, gpu: DeviceUuid) -> MpsStatus:
+        return MpsStatus(uid=0 if self.runs else None, healthy=True, reason=gpu)
+
+
+async def test_a_whole_gpu_is_given_where_no_daemon_is_known_to_be_left(tmp_path: Path) -> None:
+    mps = UnsweptMps(tmp_path)
+    steps = Steps(mps, lambda _: 0, lambda _: frozenset())
+    wanted = assignment("a", 1, whole(0))
+    with pytest.raises(StepFailedError, match="it cannot be swept"):
+        await steps.prepare(wanted, adopted=False)
+    assert await steps.sweep([gpu(0)]) == {gpu(0): "GPU-0: of 0 it cannot be swept"}
+    # An agent without a root helper cannot ask, and still has whole GPUs to give.
+    mps.runs = False
+    assert (await steps.prepare(wanted, adopted=False)).environment == {}
 
 
 def played(pid: int, parent: int = 1, **environment: str) -> MpsProcess:

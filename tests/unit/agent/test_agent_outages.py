@@ -27,9 +27,10 @@ from gpupool_agent.core.events import (
     SendReport,
     StepDone,
     StopProcess,
+    UsageRead,
     WatchHolder,
 )
-from gpupool_agent.core.readings import DriverInventory, FailedDevice
+from gpupool_agent.core.readings import DeviceState, DriverInventory, FailedDevice
 
 
 def test_a_restart_in_the_same_boot_adopts_what_runs_without_a_visible_change() -> None:
@@ -227,6 +228,49 @@ def test_a_hot_added_device_is_reported_without_a_restart() -> None:
         "GPU-1",
     ]
     assert [(each.uuid, each.clean) for each in told[-1].devices] == [("GPU-1", True)]
+
+
+def test_a_lease_goes_on_over_the_loss_of_its_agents_state() -> None:
+    """Its own processes keep it off nothing, not by memory either; those of others do."""
+    bench = Bench(0, 1)
+    bench.processes[gpu(0)] = [process(50, lease="a", memory_mib=40_000)]
+    bench.processes[gpu(1)] = [process(51, lease="b"), process(52)]
+    bench.read()
+    bench.desire(3, assignment("a", 7, whole(0)), assignment("b", 8, part(1, 10)))
+    assert bench.states() == {("a", 7): "prepared", ("b", 8): "preparing"}
+    assert "process 52" in last_report(bench, "b").reason
+    bench.processes[gpu(1)] = [process(51, lease="b"), process(53, lease=None)]
+    bench.read()
+    # Whose environment cannot be read may be anybody's.
+    assert "process 53" in last_report(bench, "b").reason
+    bench.processes[gpu(1)] = [process(51, lease="b")]
+    bench.read()
+    assert bench.states() == {("a", 7): "prepared", ("b", 8): "prepared"}
+
+
+def test_an_impossible_reading_is_a_fault_and_confirms_nothing() -> None:
+    bench = Bench(0, 1)
+
+    def read(doubt: str, used_mib: int | None) -> None:
+        state = DeviceState(uuid=gpu(0), processes=(), memory_used_mib=used_mib, doubt=doubt)
+        bench.send(UsageRead(started_s=bench.now, devices=(state,)))
+
+    bench.desire(1, assignment("a", 1, whole(0)))
+    bench.answers = False
+    read("17000000 MiB in use of 80000 MiB", None)
+    assert bench.node.summary().faults == ("impossible_reading",)
+    assert bench.states() == {("a", 1): "prepared"}
+    bench.desire(2)
+    bench.send(StepDone(key=key("a"), token=1))
+    read("17000000 MiB in use of 80000 MiB", None)
+    assert bench.states() == {("a", 1): "ending"}
+    assert "17000000 MiB in use" in last_report(bench, "a").reason
+    # A process that says too much of itself says nothing about the memory of the device.
+    read("process 5 uses too much", 4)
+    assert bench.states() == {}
+    assert bench.node.summary().faults == ("impossible_reading",)
+    read("", 4)
+    assert bench.node.summary().faults == ()
 
 
 def test_what_ended_while_nobody_listened_is_said_at_the_next_connection() -> None:

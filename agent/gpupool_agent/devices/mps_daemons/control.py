@@ -2,17 +2,30 @@
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterable, Iterator
+import json
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gpupool.model.ids import DeviceUuid
 from gpupool_agent.devices.interfaces import MpsError, SliceLimits
-from gpupool_agent.devices.privileged import NotPermittedError, Privileged, PrivilegedError
+from gpupool_agent.devices.privileged import (
+    CommandOutcome,
+    DaemonFacts,
+    NotPermittedError,
+    Privileged,
+    PrivilegedError,
+)
 
 T = TypeVar("T")
 
 COMMAND_DEADLINE_S = 5.0
+SETTING_DEADLINE_S = 15.0
+"""Of what a slice depends on: enough for a helper that is being restarted meanwhile."""
+
+SERVER_DEADLINE_S = 30.0
+_LOOK_S = 0.01
 QUIT_TIMEOUT_S = 2
 UNLIMITED_MIB = 9_999_999
 """A limit that no GPU reaches: one that was set cannot be taken away."""
@@ -76,29 +89,17 @@ class Control:
         self._slot = slot
         self._gpu = gpu
 
-    async def ask(self, *lines: str) -> list[str]:
+    async def ask(self, *lines: str, deadline_s: float = COMMAND_DEADLINE_S) -> list[str]:
         """Give commands; the lines of the answer."""
         outcome = await within(
             self._privileged.mps_commands(self._slot, lines),
-            COMMAND_DEADLINE_S,
+            deadline_s,
             f"{lines[0].split()[0]}: the MPS daemon does not answer",
         )
         if outcome.exit_code:
             said = (outcome.errors or outcome.output).strip() or f"exit code {outcome.exit_code}"
             raise MpsError(f"{lines[0].split()[0]}: {said}")
         return outcome.output.split("\n")[:-1] if outcome.output else []
-
-    async def set_up(self, ceiling: Ceiling, uid: int) -> list[int]:
-        """Set what future servers have, read it back, have a server for a user.
-
-        Gives the process ids of all servers.
-        """
-        settings = self._defaults(ceiling)
-        said = await self.ask(*settings, f"start_server -uid {uid}", "get_server_list")
-        # No setting reads back as a whole number: 10.0, 1000M or 1G.
-        servers = list(itertools.takewhile(str.isdecimal, reversed(said)))
-        settings.check(said[: len(said) - len(servers)])
-        return [int(server) for server in reversed(servers)]
 
     async def set_limits(self, ceiling: Ceiling, server: int) -> None:
         """Set what future servers and new clients of this one have, and read it back."""
@@ -108,7 +109,16 @@ class Control:
             settings.add(
                 "device_pinned_mem_limit", f"{server} {self._gpu}", f"{ceiling.memory_mib}M"
             )
-        settings.check(await self.ask(*settings))
+        settings.check(await self.ask(*settings, deadline_s=SETTING_DEADLINE_S))
+
+    async def _begin_server(self, ceiling: Ceiling, uid: int) -> list[int]:
+        settings = self._defaults(ceiling)
+        begin = (*settings, f"start_server -uid {uid}", "get_server_list")
+        said = await self.ask(*begin, deadline_s=SETTING_DEADLINE_S)
+        # No setting reads back as a whole number: 10.0, 1000M or 1G.
+        servers = list(itertools.takewhile(str.isdecimal, reversed(said)))
+        settings.check(said[: len(said) - len(servers)])
+        return [int(server) for server in reversed(servers)]
 
     def _defaults(self, ceiling: Ceiling) -> "_Settings":
         settings = _Settings()
@@ -122,9 +132,30 @@ class Control:
         """Process ids of the servers."""
         return _numbers(await self.ask("get_server_list"))
 
-    async def status(self, server: int) -> str:
+    async def have_server(
+        self, ceiling: Ceiling, uid: int, start_ticks: Callable[[int], int | None]
+    ) -> DaemonFacts:
+        """Set what future servers have, read it back, have a server for a user that serves.
+
+        Gives the last of the servers.
+        """
+        deadline_s = time.monotonic() + SERVER_DEADLINE_S
+        servers = await self._begin_server(ceiling, uid)
+        while True:
+            ticks = start_ticks(servers[-1]) if servers else None
+            if ticks is None:
+                raise MpsError(f"{self._gpu}: its MPS server ended at its start")
+            state = await self.status(servers[-1], deadline_s=SETTING_DEADLINE_S)
+            if state in (ACTIVE, UNKNOWN):
+                return DaemonFacts(pid=servers[-1], start_ticks=ticks)
+            if time.monotonic() > deadline_s:
+                raise MpsError(f"{self._gpu}: its MPS server stays in state {state}")
+            await asyncio.sleep(_LOOK_S)
+            servers = await self.servers()
+
+    async def status(self, server: int, *, deadline_s: float = COMMAND_DEADLINE_S) -> str:
         """State of a server; UNKNOWN where the daemon is too old to say."""
-        said = await self.ask(f"get_server_status {server}")
+        said = await self.ask(f"get_server_status {server}", deadline_s=deadline_s)
         if not said or said[0].startswith("Unknown command"):
             return UNKNOWN
         return said[0].strip()
@@ -162,6 +193,24 @@ async def within(work: Coroutine[Any, Any, T], deadline_s: float, late: str) -> 
         raise MpsError(f"{late} within {deadline_s:g} s") from error
     except (NotPermittedError, PrivilegedError) as error:
         raise MpsError(str(error)) from error
+
+
+def seen_by_probe(gpu: DeviceUuid, outcome: CommandOutcome, limits: SliceLimits) -> int:
+    """Multiprocessors that a slice's probe saw; MpsError where it is not as it should be."""
+    if outcome.exit_code:
+        said = (outcome.errors or outcome.output).strip() or f"exit code {outcome.exit_code}"
+        raise MpsError(f"{gpu}: the probe got no client through: {said}")
+    try:
+        seen = int(json.loads(outcome.output)["sm_count"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise MpsError(f"{gpu}: the probe said {outcome.output[:200]!r}") from error
+    allowed = limits.sm_count * (limits.share_pct or 100)
+    if limits.sm_count and seen * 100 > allowed:
+        raise MpsError(
+            f"{gpu}: the probe saw {seen} multiprocessors, of {limits.share_pct} % of"
+            f" {limits.sm_count}"
+        )
+    return seen
 
 
 def _numbers(lines: list[str]) -> list[int]:

@@ -7,10 +7,8 @@ so that the environment of a lease can only tighten what its server enforces.
 """
 
 import asyncio
-import json
-import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,11 +31,13 @@ from gpupool_agent.devices.mps_daemons.control import (
     UNKNOWN,
     Control,
     ceiling_of,
+    seen_by_probe,
     within,
 )
 from gpupool_agent.devices.mps_daemons.foreign import MpsScan, foreign_on, runs
+from gpupool_agent.devices.mps_daemons.leftovers import Leftovers
 from gpupool_agent.devices.mps_daemons.modes import ComputeModes
-from gpupool_agent.devices.mps_daemons.records import Records, SlotRecord, slot_name
+from gpupool_agent.devices.mps_daemons.records import Records, SliceName, SlotRecord, slot_name
 from gpupool_agent.devices.mps_daemons.release import Release
 from gpupool_agent.devices.privileged import (
     ComputeMode,
@@ -50,9 +50,7 @@ from gpupool_agent.devices.privileged import (
 T = TypeVar("T")
 
 ACTION_DEADLINE_S = 20.0
-SERVER_DEADLINE_S = 30.0
 PROBE_DEADLINE_S = 10.0
-_LOOK_S = 0.01
 
 
 @dataclass(slots=True)
@@ -94,6 +92,8 @@ class MpsDaemons:
         self._locks: defaultdict[DeviceUuid, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._slots = {record.gpu: _Slot(record, limited=True) for record in self._records.load()}
         self._gpus: Callable[[], Sequence[DeviceUuid]] = tuple
+        self._leftovers = Leftovers(privileged)
+        self._starting: set[asyncio.Task[DaemonFacts]] = set()
         self._pipes_left: dict[DeviceUuid, str] = {}
         self._troubles: dict[DeviceUuid, str] = {}
         self._tell: Callable[[DeviceUuid, str], None] | None = None
@@ -112,7 +112,7 @@ class MpsDaemons:
                 slot = None
             if slot is not None and self._lives(slot):
                 return
-            foreign = self.foreign(whole=True).get(gpu)
+            foreign = (await self.foreign(whole=True)).get(gpu)
             if foreign:
                 raise MpsError(f"{gpu}: {foreign}")
             if slot is None:
@@ -130,12 +130,19 @@ class MpsDaemons:
         async with self._locks[gpu]:
             slot = self._need(gpu)
             before = slot.record
+            known = before.slices.get((limits.key, limits.token))
+            if known is not None and not limits.sm_count:
+                # The devices are not read yet, right after a restart.
+                limits = replace(limits, sm_count=known.sm_count)
+            if known == limits and before.settled and not self._gone(slot):
+                # As a former agent has left it: its clients may be at work.
+                return self._environment(before, limits)
             self._check_room(before, limits)
             self._keep(slot, before.with_slice(limits))
             try:
                 await self._apply(slot)
             except MpsError:
-                self._keep(slot, before)
+                self._keep(slot, replace(before, settled=False))
                 raise
             return self._environment(slot.record, limits)
 
@@ -184,6 +191,51 @@ class MpsDaemons:
                 self.report(gpu, f"quarantined: {error}")
                 raise
             self.report(gpu, "")
+
+    async def sweep(self, gpu: DeviceUuid, kept: Collection[SliceName]) -> None:
+        """End what a former agent has left, and none of ``kept`` needs; see ``MpsControl``."""
+        async with self._locks[gpu]:
+            slot = self._slots.get(gpu) or await self._take_over(gpu)
+            if slot is None:
+                return
+            for name in set(slot.record.slices) - set(kept):
+                self._log.warning("mps.slice_swept", gpu=gpu, lease_id=name[0].lease_id)
+                self._keep(slot, slot.record.without_slice(name))
+            if kept:
+                return
+            clients = await self._clients(slot)
+            if clients:
+                raise MpsError(f"{gpu}: {len(clients)} clients of nobody are on its MPS daemon")
+            self._log.warning("mps.daemon_swept", gpu=gpu)
+            await self._close(slot)
+
+    async def _clients(self, slot: _Slot) -> list[int]:
+        if not self._lives(slot):
+            return []
+        control = self._control(slot)
+        return [pid for server in await control.servers() for pid in await control.clients(server)]
+
+    async def _take_over(self, gpu: DeviceUuid) -> _Slot | None:
+        """Have a record of the daemon that is left; its GPU's mode was the usual one before."""
+        daemon = await self._leftovers.take(gpu)
+        if daemon is None:
+            return None
+        mode = ComputeMode.DEFAULT if self._exclusive else None
+        slot = _Slot(
+            SlotRecord(
+                gpu=gpu, uid=daemon.uid, boot_id=self._boot_id, found_mode=mode, daemon=daemon
+            ),
+            limited=True,
+        )
+        self._keep(slot, slot.record)
+        self._slots[gpu] = slot
+        self._log.warning("mps.taken_over", gpu=gpu, pid=daemon.pid, uid=daemon.uid)
+        for server in await self._control(slot).servers():
+            ticks = self._processes.start_ticks(server)
+            if ticks is not None:
+                facts = DaemonFacts(pid=server, start_ticks=ticks)
+                self._keep(slot, replace(slot.record, server=facts))
+        return slot
 
     async def verify(self, gpu: DeviceUuid) -> str:
         """Empty when no daemon, directory or record of ours is left."""
@@ -242,8 +294,20 @@ class MpsDaemons:
         """GPUs with slices on them."""
         return [gpu for gpu, slot in self._slots.items() if slot.record.slices]
 
-    def foreign(self, *, whole: bool) -> dict[DeviceUuid, str]:
-        """GPUs that a daemon of somebody else may manage; ``whole`` as of ``MpsScan``."""
+    async def foreign(self, *, whole: bool) -> dict[DeviceUuid, str]:
+        """GPUs that a daemon of somebody else may manage; ``whole`` as of ``MpsScan``.
+
+        One of ours may not be known by its process: because no record has it, so the helper
+        is asked first, or because it is just being started, so where something is found
+        the starts that are under way are waited for.
+        """
+        known = {gpu for gpu, slot in self._slots.items() if slot.record.daemon is not None}
+        await self._leftovers.look({*self._gpus(), *self._slots}, known)
+        while (found := self._unknown(whole=whole)) and self._starting:
+            await asyncio.wait(self._starting)
+        return found
+
+    def _unknown(self, *, whole: bool) -> dict[DeviceUuid, str]:
         pipes = {slot.record.pipe for slot in self._slots.values()} - {""}
         gpus = self._gpus() or tuple(self._slots)
         return foreign_on(
@@ -322,7 +386,7 @@ class MpsDaemons:
 
     async def _open(self, slot: _Slot) -> None:
         """Have mode and daemon; the record is written before anything is changed."""
-        record = replace(slot.record, daemon=None, server=None)
+        record = replace(slot.record, daemon=None, server=None, settled=False)
         self._keep(slot, record)
         slot.limited = False
         self._slots[record.gpu] = slot
@@ -331,12 +395,20 @@ class MpsDaemons:
             await self._do(self._privileged.set_compute_mode(record.gpu, mode), "set_compute_mode")
         # What a former daemon has left must not be taken for this one's.
         await self._do(self._privileged.stop_mps(record.name), "stop_mps")
-        daemon = await self._do(
-            self._privileged.start_mps(MpsSlot(name=record.name, gpu=record.gpu, uid=record.uid)),
-            "start_mps",
-        )
-        self._keep(slot, replace(slot.record, daemon=daemon))
+        # A task, so that others can wait for it too.
+        starting = asyncio.create_task(self._start_daemon(slot))
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        daemon = await starting
+        self._leftovers.settled(record.gpu)
         self._log.info("mps.started", gpu=record.gpu, pid=daemon.pid, uid=record.uid)
+
+    async def _start_daemon(self, slot: _Slot) -> DaemonFacts:
+        record = slot.record
+        wanted = MpsSlot(name=record.name, gpu=record.gpu, uid=record.uid)
+        daemon = await self._do(self._privileged.start_mps(wanted), "start_mps")
+        self._keep(slot, replace(record, daemon=daemon))
+        return daemon
 
     async def _apply(self, slot: _Slot) -> None:
         """Set the ceiling for future servers and new clients; have a server."""
@@ -347,22 +419,10 @@ class MpsDaemons:
         server = slot.record.server
         if server is not None and self._runs(server):
             await control.set_limits(ceiling, server.pid)
+            self._keep(slot, replace(slot.record, settled=True))
             return
-        deadline_s = time.monotonic() + SERVER_DEADLINE_S
-        servers = await control.set_up(ceiling, slot.record.uid)
-        while True:
-            ticks = self._processes.start_ticks(servers[-1]) if servers else None
-            if ticks is None:
-                raise MpsError(f"{slot.record.gpu}: its MPS server ended at its start")
-            state = await control.status(servers[-1])
-            if state in (ACTIVE, UNKNOWN):
-                break
-            if time.monotonic() > deadline_s:
-                raise MpsError(f"{slot.record.gpu}: its MPS server stays in state {state}")
-            await asyncio.sleep(_LOOK_S)
-            servers = await control.servers()
-        facts = DaemonFacts(pid=servers[-1], start_ticks=ticks)
-        self._keep(slot, replace(slot.record, server=facts))
+        facts = await control.have_server(ceiling, slot.record.uid, self._processes.start_ticks)
+        self._keep(slot, replace(slot.record, server=facts, settled=True))
 
     async def _probe(self, slot: _Slot, limits: SliceLimits) -> int:
         gpu = slot.record.gpu
@@ -379,20 +439,7 @@ class MpsDaemons:
         outcome = await within(
             self._privileged.probe(request), PROBE_DEADLINE_S, f"{gpu}: the probe did not end"
         )
-        if outcome.exit_code:
-            said = (outcome.errors or outcome.output).strip() or f"exit code {outcome.exit_code}"
-            raise MpsError(f"{gpu}: the probe got no client through: {said}")
-        try:
-            seen = int(json.loads(outcome.output)["sm_count"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise MpsError(f"{gpu}: the probe said {outcome.output[:200]!r}") from error
-        allowed = limits.sm_count * (limits.share_pct or 100)
-        if limits.sm_count and seen * 100 > allowed:
-            raise MpsError(
-                f"{gpu}: the probe saw {seen} multiprocessors, of {limits.share_pct} % of"
-                f" {limits.sm_count}"
-            )
-        return seen
+        return seen_by_probe(gpu, outcome, limits)
 
     async def _close(self, slot: _Slot) -> None:
         """End the daemon, restore the mode, forget it; raises MpsError, and keeps it then."""
@@ -473,7 +520,7 @@ class MpsDaemons:
         return runs(self._proc, process.pid, process.start_ticks)
 
     def _own_pids(self) -> set[int]:
-        found: set[int] = set()
+        found = self._leftovers.pids()
         for slot in self._slots.values():
             for process in (slot.record.daemon, slot.record.server):
                 if process is not None:

@@ -31,6 +31,7 @@ class SlotRecord:
     """The daemon of one GPU. ``found_mode`` is what the GPU gets back at the end.
 
     ``daemon`` None: it was about to be started. ``server``: the last that was seen.
+    ``settled``: daemon and server have had the limits that these slices need.
     """
 
     gpu: DeviceUuid
@@ -40,6 +41,7 @@ class SlotRecord:
     daemon: DaemonFacts | None = None
     server: DaemonFacts | None = None
     slices: dict[SliceName, SliceLimits] = field(default_factory=dict[SliceName, SliceLimits])
+    settled: bool = False
 
     @property
     def pipe(self) -> str:
@@ -53,12 +55,13 @@ class SlotRecord:
 
     def with_slice(self, limits: SliceLimits) -> "SlotRecord":
         """The same with a slice more."""
-        return replace(self, slices={**self.slices, (limits.key, limits.token): limits})
+        slices = {**self.slices, (limits.key, limits.token): limits}
+        return replace(self, slices=slices, settled=False)
 
     def without_slice(self, name: SliceName) -> "SlotRecord":
         """The same without a slice."""
         left = {other: limits for other, limits in self.slices.items() if other != name}
-        return replace(self, slices=left)
+        return replace(self, slices=left, settled=False)
 
 
 class Records:
@@ -103,6 +106,7 @@ def _row(record: SlotRecord) -> dict[str, Any]:
         "found_mode": record.found_mode,
         "daemon": _process_row(record.daemon),
         "server": _process_row(record.server),
+        "settled": record.settled,
         "slices": [
             {
                 "lease_id": limits.key.lease_id,
@@ -147,4 +151,5 @@ def _record(row: dict[str, Any]) -> SlotRecord:
         daemon=_process(row["daemon"]),
         server=_process(row["server"]),
         slices={(limits.key, limits.token): limits for limits in slices},
+        settled=row.get("settled", False),
     )

@@ -51,24 +51,26 @@ class Watch:
                 if ask:
                     self._state_s = now
                 if now >= self._foreign_s + FOREIGN_PERIOD_S:
-                    self._foreign_s = now
-                    self._look_for_foreign(now)
+                    # Not again before it is done.
+                    self._foreign_s = float("inf")
+                    group.create_task(self._look_for_foreign(now))
                 for gpu in self._daemons.sliced():
                     if gpu not in self._looking:
                         self._looking.add(gpu)
                         group.create_task(self._look(gpu, ask=ask or gpu in self._since_s))
                 await asyncio.sleep(LOOK_PERIOD_S)
 
-    def _look_for_foreign(self, now: float) -> None:
+    async def _look_for_foreign(self, now: float) -> None:
         whole = now >= self._foreign_whole_s + FOREIGN_WHOLE_PERIOD_S
         if whole:
             self._foreign_whole_s = now
-        found = self._daemons.foreign(whole=whole)
+        found = await self._daemons.foreign(whole=whole)
         for gpu in set(found) | set(self._foreign):
             reason = found.get(gpu, "")
             if self._daemons.trouble(gpu) in ("", self._foreign.get(gpu, "")):
                 self._daemons.report(gpu, reason)
         self._foreign = found
+        self._foreign_s = time.monotonic()
 
     async def _look(self, gpu: DeviceUuid, *, ask: bool) -> None:
         try:

@@ -18,24 +18,27 @@ sys.exit(main({arguments}))
 """
 
 
-def write_launcher(directory: Path, *, node: Path | None = None) -> Path:
+def write_launcher(
+    directory: Path, *, node: Path | None = None, python: str = sys.executable
+) -> Path:
     """Write the program into a directory and give its path.
 
     ``node`` is the directory of the simulated node whose GPUs its servers find; without
-    one they find no driver, as the real ones on a host without GPUs.
+    one they find no driver, as the real ones on a host without GPUs. ``python`` runs it.
     """
-    return _write(directory / PROGRAM, node, module="__main__", arguments="sys.argv[1:]")
+    program = directory / PROGRAM
+    return _write(program, node, python, module="__main__", arguments="sys.argv[1:]")
 
 
-def write_probe(directory: Path, *, node: Path) -> Path:
+def write_probe(directory: Path, *, node: Path, python: str = sys.executable) -> Path:
     """Write the probe program of a simulated node into a directory and give its path."""
-    return _write(directory / PROBE, node, module="probe", arguments="")
+    return _write(directory / PROBE, node, python, module="probe", arguments="")
 
 
-def _write(program: Path, node: Path | None, *, module: str, arguments: str) -> Path:
+def _write(program: Path, node: Path | None, python: str, *, module: str, arguments: str) -> Path:
     program.parent.mkdir(parents=True, exist_ok=True)
     text = _TEXT.format(
-        python=sys.executable,
+        python=python,
         path=str(Path(__file__).resolve().parents[3]),
         environment={} if node is None else {NODE_DIRECTORY: str(node)},
         module=module,
