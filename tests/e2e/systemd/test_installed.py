@@ -296,7 +296,7 @@ def hold_a_slice(machine: Machine) -> None:
     client = ("/opt/gpupool/bin/python", "-m", "gpupool_agent.simulated.cuda_client")
     machine.run(
         "systemd-run",
-        "--unit=slice",
+        *("--unit=slice", "--collect"),
         "--property=User=nobody",
         f"--setenv=GPUPOOL_SIMULATED_NODE={HOME}",
         *("gpupool", "run", "--gpus", "0.1", "--", *client),
@@ -312,8 +312,10 @@ def state_of_only_lease(machine: Machine) -> str:
 
 def on_gpus(machine: Machine) -> list[int]:
     """Processes that the driver lists: of a slice, its MPS server and its client."""
-    told = machine.run("ls", f"{HOME}/gpu-processes", check=False).stdout
-    return sorted(int(word) for word in told.split() if word.isdecimal())
+    listed = f"{HOME}/gpu-processes/[0-9]*"
+    script = f"for each in {listed}; do [ -d /proc/${{each##*/}} ] && echo $each; done"
+    told = machine.run("sh", "-c", script, check=False).stdout
+    return sorted(int(line.rpartition("/")[2]) for line in told.splitlines())
 
 
 def mps_units(machine: Machine) -> list[str]:

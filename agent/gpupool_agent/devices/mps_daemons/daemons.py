@@ -9,7 +9,7 @@ so that the environment of a lease can only tighten what its server enforces.
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from gpupool_agent.devices.interfaces import (
     ProcessTable,
     SliceLimits,
 )
-from gpupool_agent.devices.mps import SLICES_MAX
 from gpupool_agent.devices.mps_daemons.control import (
     ACTIVE,
     COMMAND_DEADLINE_S,
@@ -37,7 +36,13 @@ from gpupool_agent.devices.mps_daemons.control import (
 from gpupool_agent.devices.mps_daemons.foreign import MpsScan, foreign_on, runs
 from gpupool_agent.devices.mps_daemons.leftovers import Leftovers
 from gpupool_agent.devices.mps_daemons.modes import ComputeModes
-from gpupool_agent.devices.mps_daemons.records import Records, SliceName, SlotRecord, slot_name
+from gpupool_agent.devices.mps_daemons.records import (
+    Records,
+    SliceName,
+    Slot,
+    SlotRecord,
+    slot_name,
+)
 from gpupool_agent.devices.mps_daemons.release import Release
 from gpupool_agent.devices.privileged import (
     ComputeMode,
@@ -51,15 +56,6 @@ T = TypeVar("T")
 
 ACTION_DEADLINE_S = 20.0
 PROBE_DEADLINE_S = 10.0
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A GPU with a daemon. ``limited``: its memory default was set, ever."""
-
-    record: SlotRecord
-    limited: bool = False
-    checked_s: float = float("-inf")
 
 
 class MpsDaemons:
@@ -90,7 +86,7 @@ class MpsDaemons:
         self._proc = proc
         self._scan = MpsScan(proc)
         self._locks: defaultdict[DeviceUuid, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._slots = {record.gpu: _Slot(record, limited=True) for record in self._records.load()}
+        self._slots = {record.gpu: Slot(record, limited=True) for record in self._records.load()}
         self._gpus: Callable[[], Sequence[DeviceUuid]] = tuple
         self._leftovers = Leftovers(privileged)
         self._starting: set[asyncio.Task[DaemonFacts]] = set()
@@ -117,7 +113,7 @@ class MpsDaemons:
                 raise MpsError(f"{gpu}: {foreign}")
             if slot is None:
                 mode = await self._modes.read(gpu) if self._exclusive else None
-                slot = _Slot(SlotRecord(gpu=gpu, uid=uid, boot_id=self._boot_id, found_mode=mode))
+                slot = Slot(SlotRecord(gpu=gpu, uid=uid, boot_id=self._boot_id, found_mode=mode))
             try:
                 await self._open(slot)
             except MpsError:
@@ -136,15 +132,15 @@ class MpsDaemons:
                 limits = replace(limits, sm_count=known.sm_count)
             if known == limits and before.settled and not self._gone(slot):
                 # As a former agent has left it: its clients may be at work.
-                return self._environment(before, limits)
-            self._check_room(before, limits)
+                return before.environment(limits)
+            before.check_room(limits)
             self._keep(slot, before.with_slice(limits))
             try:
                 await self._apply(slot)
             except MpsError:
                 self._keep(slot, replace(before, settled=False))
                 raise
-            return self._environment(slot.record, limits)
+            return slot.record.environment(limits)
 
     async def probe(self, gpu: DeviceUuid, limits: SliceLimits) -> int:
         """Run a client as the slice's user; gives the multiprocessors that it saw."""
@@ -209,24 +205,20 @@ class MpsDaemons:
             self._log.warning("mps.daemon_swept", gpu=gpu)
             await self._close(slot)
 
-    async def _clients(self, slot: _Slot) -> list[int]:
+    async def _clients(self, slot: Slot) -> list[int]:
         if not self._lives(slot):
             return []
         control = self._control(slot)
         return [pid for server in await control.servers() for pid in await control.clients(server)]
 
-    async def _take_over(self, gpu: DeviceUuid) -> _Slot | None:
+    async def _take_over(self, gpu: DeviceUuid) -> Slot | None:
         """Have a record of the daemon that is left; its GPU's mode was the usual one before."""
         daemon = await self._leftovers.take(gpu)
         if daemon is None:
             return None
         mode = ComputeMode.DEFAULT if self._exclusive else None
-        slot = _Slot(
-            SlotRecord(
-                gpu=gpu, uid=daemon.uid, boot_id=self._boot_id, found_mode=mode, daemon=daemon
-            ),
-            limited=True,
-        )
+        found = SlotRecord(gpu=gpu, uid=daemon.uid, boot_id=self._boot_id, found_mode=mode)
+        slot = Slot(replace(found, daemon=daemon), limited=True)
         self._keep(slot, slot.record)
         self._slots[gpu] = slot
         self._log.warning("mps.taken_over", gpu=gpu, pid=daemon.pid, uid=daemon.uid)
@@ -352,7 +344,7 @@ class MpsDaemons:
         await self._apply(slot)
         await self._probe(slot, next(iter(slot.record.slices.values())))
 
-    def _gone(self, slot: _Slot) -> str:
+    def _gone(self, slot: Slot) -> str:
         daemon, server = slot.record.daemon, slot.record.server
         if daemon is None or not self._runs(daemon):
             return "its MPS daemon is gone"
@@ -362,7 +354,7 @@ class MpsDaemons:
 
     # -- inside --------------------------------------------------------------
 
-    async def _end_clients(self, slot: _Slot, lease_id: LeaseId | None) -> None:
+    async def _end_clients(self, slot: Slot, lease_id: LeaseId | None) -> None:
         try:
             await self._release(slot).end_clients(lease_id)
         except MpsError as error:
@@ -371,7 +363,7 @@ class MpsDaemons:
                 raise
             self._log.warning("mps.release", gpu=slot.record.gpu, failed=str(error))
 
-    async def _end_servers(self, slot: _Slot, release: Release) -> None:
+    async def _end_servers(self, slot: Slot, release: Release) -> None:
         """Clients first: a server in FAULT recovers, or can be ended, without them."""
         try:
             await release.end_clients(None)
@@ -384,7 +376,7 @@ class MpsDaemons:
         if slot.record.server is not None:
             await release.kill_server(slot.record.server.pid, slot.record.server.start_ticks)
 
-    async def _open(self, slot: _Slot) -> None:
+    async def _open(self, slot: Slot) -> None:
         """Have mode and daemon; the record is written before anything is changed."""
         record = replace(slot.record, daemon=None, server=None, settled=False)
         self._keep(slot, record)
@@ -403,14 +395,14 @@ class MpsDaemons:
         self._leftovers.settled(record.gpu)
         self._log.info("mps.started", gpu=record.gpu, pid=daemon.pid, uid=record.uid)
 
-    async def _start_daemon(self, slot: _Slot) -> DaemonFacts:
+    async def _start_daemon(self, slot: Slot) -> DaemonFacts:
         record = slot.record
         wanted = MpsSlot(name=record.name, gpu=record.gpu, uid=record.uid)
         daemon = await self._do(self._privileged.start_mps(wanted), "start_mps")
         self._keep(slot, replace(record, daemon=daemon))
         return daemon
 
-    async def _apply(self, slot: _Slot) -> None:
+    async def _apply(self, slot: Slot) -> None:
         """Set the ceiling for future servers and new clients; have a server."""
         control = self._control(slot)
         ceiling = ceiling_of(slot.record.slices.values(), limited_before=slot.limited)
@@ -424,7 +416,7 @@ class MpsDaemons:
         facts = await control.have_server(ceiling, slot.record.uid, self._processes.start_ticks)
         self._keep(slot, replace(slot.record, server=facts, settled=True))
 
-    async def _probe(self, slot: _Slot, limits: SliceLimits) -> int:
+    async def _probe(self, slot: Slot, limits: SliceLimits) -> int:
         gpu = slot.record.gpu
         request = ProbeRequest(
             slot=slot.record.name,
@@ -432,7 +424,7 @@ class MpsDaemons:
             environment={
                 "CUDA_VISIBLE_DEVICES": gpu,
                 "GPUPOOL_LEASE_ID": limits.key.lease_id,
-                **self._environment(slot.record, limits),
+                **slot.record.environment(limits),
             },
             deadline_s=PROBE_DEADLINE_S,
         )
@@ -441,7 +433,7 @@ class MpsDaemons:
         )
         return seen_by_probe(gpu, outcome, limits)
 
-    async def _close(self, slot: _Slot) -> None:
+    async def _close(self, slot: Slot) -> None:
         """End the daemon, restore the mode, forget it; raises MpsError, and keeps it then."""
         record = slot.record
         release = self._release(slot)
@@ -464,49 +456,28 @@ class MpsDaemons:
     async def _do(self, work: Coroutine[Any, Any, T], what: str) -> T:
         return await within(work, ACTION_DEADLINE_S, f"{what}: no answer")
 
-    def _lives(self, slot: _Slot) -> bool:
+    def _lives(self, slot: Slot) -> bool:
         """Whether the daemon runs that the record names: same process, with its directory."""
         known = slot.record.daemon
-        if known is None or not self._runs(known):
-            return False
-        return _is_directory(known.pipe_directory)
+        return known is not None and self._runs(known) and _is_directory(known.pipe_directory)
 
-    def _check_room(self, record: SlotRecord, limits: SliceLimits) -> None:
-        gpu = record.gpu
-        others = record.without_slice((limits.key, limits.token)).slices.values()
-        taken = sum(each.share_pct for each in others)
-        if limits.uid != record.uid:
-            raise MpsError(f"{gpu}: its MPS serves uid {record.uid}, not {limits.uid}")
-        if taken + limits.share_pct > 100:
-            raise MpsError(f"{gpu}: {taken} % are taken, {limits.share_pct} % do not fit")
-        if len(others) >= SLICES_MAX:
-            raise MpsError(f"{gpu}: it has {SLICES_MAX} slices, the most that MPS serves")
-
-    def _environment(self, record: SlotRecord, limits: SliceLimits) -> dict[str, str]:
-        environment = {"CUDA_MPS_PIPE_DIRECTORY": record.pipe}
-        if limits.share_pct:
-            environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(limits.share_pct)
-        if limits.memory_mib:
-            environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{record.gpu}={limits.memory_mib}M"
-        return environment
-
-    def _keep(self, slot: _Slot, record: SlotRecord) -> None:
+    def _keep(self, slot: Slot, record: SlotRecord) -> None:
         try:
             self._records.save(record)
         except OSError as error:
             raise MpsError(f"{record.gpu}: its record cannot be written: {error}") from error
         slot.record = record
 
-    def _need(self, gpu: DeviceUuid) -> _Slot:
+    def _need(self, gpu: DeviceUuid) -> Slot:
         slot = self._slots.get(gpu)
         if slot is None or slot.record.daemon is None:
             raise MpsError(f"{gpu}: no MPS daemon runs")
         return slot
 
-    def _control(self, slot: _Slot) -> Control:
+    def _control(self, slot: Slot) -> Control:
         return Control(self._privileged, slot.record.name, slot.record.gpu)
 
-    def _release(self, slot: _Slot) -> Release:
+    def _release(self, slot: Slot) -> Release:
         return Release(
             privileged=self._privileged,
             processes=self._processes,
@@ -520,12 +491,9 @@ class MpsDaemons:
         return runs(self._proc, process.pid, process.start_ticks)
 
     def _own_pids(self) -> set[int]:
-        found = self._leftovers.pids()
-        for slot in self._slots.values():
-            for process in (slot.record.daemon, slot.record.server):
-                if process is not None:
-                    found.add(process.pid)
-        return found
+        records = [slot.record for slot in self._slots.values()]
+        known = [each for record in records for each in (record.daemon, record.server)]
+        return self._leftovers.pids() | {each.pid for each in known if each is not None}
 
 
 def _is_directory(path: str) -> bool:

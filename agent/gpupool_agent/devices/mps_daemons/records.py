@@ -14,7 +14,8 @@ from typing import Any
 
 from gpupool.model.assignment import AssignmentKey
 from gpupool.model.ids import DeviceUuid, LeaseId
-from gpupool_agent.devices.interfaces import SliceLimits
+from gpupool_agent.devices.interfaces import MpsError, SliceLimits
+from gpupool_agent.devices.mps import SLICES_MAX
 from gpupool_agent.devices.privileged import ComputeMode, DaemonFacts
 
 Json = dict[str, Any]
@@ -53,6 +54,27 @@ class SlotRecord:
         """Name of the slot."""
         return slot_name(self.gpu)
 
+    def check_room(self, limits: SliceLimits) -> None:
+        """Raise MpsError where a slice does not fit beside the others."""
+        gpu = self.gpu
+        others = self.without_slice((limits.key, limits.token)).slices.values()
+        taken = sum(each.share_pct for each in others)
+        if limits.uid != self.uid:
+            raise MpsError(f"{gpu}: its MPS serves uid {self.uid}, not {limits.uid}")
+        if taken + limits.share_pct > 100:
+            raise MpsError(f"{gpu}: {taken} % are taken, {limits.share_pct} % do not fit")
+        if len(others) >= SLICES_MAX:
+            raise MpsError(f"{gpu}: it has {SLICES_MAX} slices, the most that MPS serves")
+
+    def environment(self, limits: SliceLimits) -> dict[str, str]:
+        """What confines the clients of a slice."""
+        found = {"CUDA_MPS_PIPE_DIRECTORY": self.pipe}
+        if limits.share_pct:
+            found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(limits.share_pct)
+        if limits.memory_mib:
+            found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"{self.gpu}={limits.memory_mib}M"
+        return found
+
     def with_slice(self, limits: SliceLimits) -> "SlotRecord":
         """The same with a slice more."""
         slices = {**self.slices, (limits.key, limits.token): limits}
@@ -62,6 +84,14 @@ class SlotRecord:
         """The same without a slice."""
         left = {other: limits for other, limits in self.slices.items() if other != name}
         return replace(self, slices=left, settled=False)
+
+
+@dataclass(slots=True)
+class Slot:
+    """A GPU with a daemon. ``limited``: its memory default was set, ever."""
+
+    record: SlotRecord
+    limited: bool = False
 
 
 class Records:
