@@ -15,12 +15,22 @@ from gpupool.model.assignment import (
     AssignmentState,
     DesiredState,
 )
-from gpupool.model.ids import DeviceUuid, LeaseId
+from gpupool.model.ids import DeviceUuid
+from gpupool.model.inventory import StrayCause
 from gpupool.model.lease import DeviceShare, ShareGiven
 from gpupool_agent.core.assignments import AssignmentName, Kept, Step
-from gpupool_agent.core.devices import Devices, describe, owner
+from gpupool_agent.core.devices import Devices
 from gpupool_agent.core.events import CheckpointEntry, CleanUp, Log, NodeEffect, Prepare, ReadUsage
 from gpupool_agent.core.fence import Fence
+from gpupool_agent.core.membership import (
+    Bonds,
+    Stray,
+    describe,
+    outside,
+    owner,
+    past_limits,
+    share_of,
+)
 from gpupool_agent.core.readings import DeviceProcess
 
 PREPARE_WAIT_S = 30.0
@@ -202,12 +212,12 @@ class Book:
 
     # -- settling ------------------------------------------------------------
 
-    def settle(self, now: float, holders: dict[LeaseId, int]) -> list[NodeEffect]:
+    def settle(self, now: float, bonds: Bonds) -> list[NodeEffect]:
         """Take every step that can be taken now: ends first, they make room."""
         effects: list[NodeEffect] = []
         for kept in list(self.kept.values()):
             if kept.step is None and kept.state is AssignmentState.ENDING:
-                effects += self._settle_ending(kept, now, holders)
+                effects += self._settle_ending(kept, now, bonds)
         for kept in sorted(self.kept.values(), key=lambda each: each.assignment.token):
             if kept.step is not None:
                 continue
@@ -216,16 +226,14 @@ class Book:
                 kept.step = Step.PREPARE
                 effects.append(Prepare(assignment=kept.assignment, adopted=True))
             elif kept.state is AssignmentState.PREPARING:
-                effects += self._settle_preparing(kept, now, holders)
+                effects += self._settle_preparing(kept, now, bonds)
         ends = [name for name, kept in self.kept.items() if _ended(kept)]
         for name in ends[: max(0, len(ends) - ENDED_KEPT_MAX)]:
             del self.kept[name]
         return effects
 
-    def _settle_preparing(
-        self, kept: Kept, now: float, holders: dict[LeaseId, int]
-    ) -> list[NodeEffect]:
-        lost, waits_for = self._obstacle(kept, holders)
+    def _settle_preparing(self, kept: Kept, now: float, bonds: Bonds) -> list[NodeEffect]:
+        lost, waits_for = self._obstacle(kept, bonds)
         if lost or (waits_for and now >= kept.wait_until_s):
             self._fail(kept, lost or waits_for)
             return []
@@ -239,7 +247,7 @@ class Book:
         kept.step = Step.PREPARE
         return [Prepare(assignment=kept.assignment)]
 
-    def _obstacle(self, kept: Kept, holders: dict[LeaseId, int]) -> tuple[str, str]:
+    def _obstacle(self, kept: Kept, bonds: Bonds) -> tuple[str, str]:
         """What forbids to prepare: for good, and for now."""
         for share in kept.assignment.place.devices:
             uuid = share.device_uuid
@@ -258,22 +266,20 @@ class Book:
             trouble = self._devices.mps_troubles.get(uuid)
             if trouble:
                 return "", f"{uuid}: {trouble}"
-            strays = self.strays(uuid, holders)
+            strays = self.strays(uuid, bonds)
             if strays:
-                return "", f"{uuid}: {describe(strays[0])} is on it"
+                return "", f"{uuid}: {strays[0]}"
             if share.whole and self._devices.memory_held(uuid):
                 return "", f"{uuid}: {self._devices.memory_held(uuid)}"
         return "", ""
 
-    def _settle_ending(
-        self, kept: Kept, now: float, holders: dict[LeaseId, int]
-    ) -> list[NodeEffect]:
+    def _settle_ending(self, kept: Kept, now: float, bonds: Bonds) -> list[NodeEffect]:
         if kept.cleaned_s is None:
             if now < kept.check_s:
                 return []
             kept.step = Step.CLEAN_UP
             return [CleanUp(assignment=kept.assignment)]
-        rest = self._rest(kept, holders)
+        rest = self._rest(kept, bonds)
         if rest != "":
             kept.reason = rest or kept.reason
             if now < kept.check_s:
@@ -286,7 +292,7 @@ class Book:
         self.changed = True
         return []
 
-    def _rest(self, kept: Kept, holders: dict[LeaseId, int]) -> str | None:
+    def _rest(self, kept: Kept, bonds: Bonds) -> str | None:
         """What is left of an ending assignment; None: not known yet, empty: nothing."""
         assert kept.cleaned_s is not None
         for share in kept.assignment.place.devices:
@@ -299,7 +305,7 @@ class Book:
                 return None
             if self._devices.unreadable(uuid):
                 return f"{uuid}: {self._devices.unreadable(uuid)}"
-            mine = self.processes_of(kept, uuid, holders)
+            mine = self.processes_of(kept, uuid, bonds)
             if mine:
                 return f"{uuid}: {describe(mine[0])} is still on it"
             if share.whole and not self._devices.processes(uuid):
@@ -323,28 +329,51 @@ class Book:
                     self._index.setdefault(share.device_uuid, []).append(kept)
         return self._index.get(uuid, [])
 
-    def processes_of(
-        self, kept: Kept, uuid: DeviceUuid, holders: dict[LeaseId, int]
-    ) -> list[DeviceProcess]:
+    def processes_of(self, kept: Kept, uuid: DeviceUuid, bonds: Bonds) -> list[DeviceProcess]:
         """Processes of an assignment on one of its devices."""
-        on_device = self.on_device(uuid)
-        return [
-            process
-            for process in self._devices.processes(uuid)
-            if owner(process, on_device, holders) is kept
-        ]
+        return [process for process, _ in self.members(kept, uuid, bonds)]
 
-    def strays(self, uuid: DeviceUuid, holders: dict[LeaseId, int]) -> list[DeviceProcess]:
-        """Processes on a device that belong to nothing, or to what should be gone."""
+    def members(
+        self, kept: Kept, uuid: DeviceUuid, bonds: Bonds
+    ) -> list[tuple[DeviceProcess, bool]]:
+        """The same, each with whether it is its for sure."""
         on_device = self.on_device(uuid)
-        found: list[DeviceProcess] = []
+        found: list[tuple[DeviceProcess, bool]] = []
         for process in self._devices.processes(uuid):
-            kept = owner(process, on_device, holders)
-            if kept is None or (
-                kept.cleaned_s is not None and self._devices.read_since(uuid, kept.cleaned_s)
-            ):
-                found.append(process)
+            whose, sure = owner(process, on_device, bonds)
+            if whose is kept:
+                found.append((process, sure))
         return found
+
+    def strays(self, uuid: DeviceUuid, bonds: Bonds) -> list[Stray]:
+        """Processes on a device that should not be there, in the driver's order."""
+        processes = self._devices.processes(uuid)
+        if not processes:
+            return []
+        here = self.on_device(uuid)
+        found: dict[int, Stray] = {}
+        for process in processes:
+            kept, sure = owner(process, here, bonds)
+            if kept is None:
+                found[process.pid] = outside(
+                    process,
+                    bonds,
+                    here=here,
+                    everywhere=self.kept.values(),
+                    uuid=uuid,
+                    has_ended=self._fence.knows_end_of,
+                )
+            elif kept.cleaned_s is not None and self._devices.read_since(uuid, kept.cleaned_s):
+                lease_id = kept.assignment.key.lease_id
+                found[process.pid] = Stray(
+                    process=process, cause=StrayCause.OUTLIVED, lease_id=lease_id, certain=sure
+                )
+        for kept in here:
+            if kept.state is AssignmentState.PREPARED:
+                members = [each for each, sure in self.members(kept, uuid, bonds) if sure]
+                for stray in past_limits(kept, uuid, members):
+                    found[stray.process.pid] = stray
+        return [found[process.pid] for process in processes if process.pid in found]
 
     def in_use(self) -> frozenset[DeviceUuid]:
         """Devices that an assignment has something of."""
@@ -409,7 +438,9 @@ def _ended(kept: Kept) -> bool:
 
 
 def _share(kept: Kept, uuid: DeviceUuid) -> DeviceShare:
-    return next(each for each in kept.assignment.place.devices if each.device_uuid == uuid)
+    found = share_of(kept, uuid)
+    assert found is not None
+    return found
 
 
 def _log(event: str, assignment: Assignment, reason: str) -> Log:

@@ -264,11 +264,19 @@ def _processes(handle: Any) -> tuple[GpuProcess, ...] | None:
     running: list[Any] | None = _ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle)
     if running is None:
         return None
-    clients: list[Any] = _ask(nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, handle) or []
+    clients: list[Any] | None = _ask(nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, handle)
     memory_mib: dict[int, int] = {
-        each.pid: (each.usedGpuMemory or 0) // MIB for each in [*running, *clients]
+        each.pid: (each.usedGpuMemory or 0) // MIB for each in [*running, *(clients or [])]
     }
-    return tuple(GpuProcess(pid=pid, memory_mib=memory_mib[pid]) for pid in sorted(memory_mib))
+    through_mps = None if clients is None else {each.pid for each in clients}
+    return tuple(
+        GpuProcess(
+            pid=pid,
+            memory_mib=memory_mib[pid],
+            through_mps=None if through_mps is None else pid in through_mps,
+        )
+        for pid in sorted(memory_mib)
+    )
 
 
 def _telemetry(uuid: DeviceUuid, handle: Any) -> DeviceTelemetry:

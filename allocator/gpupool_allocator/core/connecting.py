@@ -221,6 +221,7 @@ def _forget_oldest_missing(state: State, node: NodeEntry) -> None:
     ]
     for uuid in missing[: max(0, len(node.devices) - DEVICES_PER_NODE_MAX)]:
         del node.devices[uuid], state.device_nodes[uuid]
+        state.with_strays.pop(uuid, None)
         state.books.forget_device(uuid)
         state.out.record("device.forgotten", uuid, f"node {node.node_id} has had too many others")
 
@@ -239,6 +240,7 @@ def _move_device(state: State, uuid: DeviceUuid, old_id: NodeId, new_id: NodeId)
         elif key in state.unclaimed:
             forget_unclaimed(state, state.unclaimed[key], f"device {uuid} left {old_id}")
     old.devices.pop(uuid, None)
+    state.with_strays.pop(uuid, None)
     state.books.forget_device(uuid)
 
 

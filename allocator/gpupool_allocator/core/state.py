@@ -35,6 +35,7 @@ class State:
     ``fits_store``: a lease with these members can be stored as one record.
     ``freed``: nodes on which something became available during this event.
     ``heads``: the waiting requests that were asked last whether to keep places for them.
+    ``with_strays``: devices with processes that should not be on them, and how many.
     ``changed_nodes``: nodes whose desired state must be sent.
     ``changed_leases``: leases to be stored; those in ``told`` are also shown to
     their listeners.
@@ -65,6 +66,7 @@ class State:
     read_only: str = ""
     freed: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
     queue_changed: bool = False
+    with_strays: dict[DeviceUuid, int] = field(default_factory=dict[DeviceUuid, int])
     changed_nodes: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
     changed_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
     told: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
