@@ -103,7 +103,9 @@ def tenant(script: str = "exec sleep 600", **environment: str) -> Iterator[subpr
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        # Once its leader is reaped the group's number may be somebody else's.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
