@@ -10,7 +10,7 @@ from gpupool_agent.core.assignments import Kept
 from gpupool_agent.core.book import Book
 from gpupool_agent.core.devices import Devices
 from gpupool_agent.core.events import AdoptionAsked
-from gpupool_agent.core.membership import Bonds, owner, share_of
+from gpupool_agent.core.membership import Bonds, share_of
 from gpupool_agent.core.readings import DeviceProcess
 
 ROOT_UID = 0
@@ -71,7 +71,7 @@ def _refuse_member(
     bonds: Bonds,
 ) -> Refused | None:
     for uuid, (kept, process) in on.items():
-        whose, sure = owner(process, book.on_device(uuid), bonds)
+        whose, sure = book.owner_of(process, uuid, bonds)
         other = whose.assignment.key.lease_id if whose is not None else asked.lease_id
         if sure and other != asked.lease_id:
             why = f"process {asked.pid} belongs to lease {other}"

@@ -15,7 +15,7 @@ from gpupool.model.assignment import (
     AssignmentState,
     DesiredState,
 )
-from gpupool.model.ids import DeviceUuid
+from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool.model.inventory import StrayCause
 from gpupool.model.lease import DeviceShare, ShareGiven
 from gpupool_agent.core.assignments import AssignmentName, Kept, Step
@@ -337,23 +337,22 @@ class Book:
         self, kept: Kept, uuid: DeviceUuid, bonds: Bonds
     ) -> list[tuple[DeviceProcess, bool]]:
         """The same, each with whether it is its for sure."""
-        on_device = self.on_device(uuid)
-        found: list[tuple[DeviceProcess, bool]] = []
-        for process in self._devices.processes(uuid):
-            whose, sure = owner(process, on_device, bonds)
-            if whose is kept:
-                found.append((process, sure))
-        return found
+        return [
+            (process, sure) for process, whose, sure in self._owned(uuid, bonds) if whose is kept
+        ]
+
+    def owner_of(
+        self, process: DeviceProcess, uuid: DeviceUuid, bonds: Bonds
+    ) -> tuple[Kept | None, bool]:
+        """Whose a process on a device is, None: nobody's, and whether that is sure."""
+        return owner(process, self._leases_on(uuid), bonds)
 
     def strays(self, uuid: DeviceUuid, bonds: Bonds) -> list[Stray]:
         """Processes on a device that should not be there, in the driver's order."""
-        processes = self._devices.processes(uuid)
-        if not processes:
-            return []
-        here = self.on_device(uuid)
         found: dict[int, Stray] = {}
-        for process in processes:
-            kept, sure = owner(process, here, bonds)
+        members: dict[LeaseId, list[DeviceProcess]] = {}
+        here = self.on_device(uuid)
+        for process, kept, sure in self._owned(uuid, bonds):
             if kept is None:
                 found[process.pid] = outside(
                     process,
@@ -368,12 +367,30 @@ class Book:
                 found[process.pid] = Stray(
                     process=process, cause=StrayCause.OUTLIVED, lease_id=lease_id, certain=sure
                 )
-        for kept in here:
-            if kept.state is AssignmentState.PREPARED:
-                members = [each for each, sure in self.members(kept, uuid, bonds) if sure]
-                for stray in past_limits(kept, uuid, members):
-                    found[stray.process.pid] = stray
-        return [found[process.pid] for process in processes if process.pid in found]
+            elif sure and kept.state is AssignmentState.PREPARED:
+                members.setdefault(kept.assignment.key.lease_id, []).append(process)
+        for lease_id, mine in members.items():
+            of_lease = [kept for kept in here if kept.assignment.key.lease_id == lease_id]
+            for stray in past_limits(of_lease, uuid, mine):
+                found[stray.process.pid] = stray
+        order = self._devices.processes(uuid) if found else ()
+        return [found[process.pid] for process in order if process.pid in found]
+
+    def _owned(
+        self, uuid: DeviceUuid, bonds: Bonds
+    ) -> Iterator[tuple[DeviceProcess, Kept | None, bool]]:
+        """Each process on a device with whose it is, None: nobody's, and how sure that is."""
+        processes = self._devices.processes(uuid)
+        by_lease = self._leases_on(uuid) if processes else {}
+        for process in processes:
+            yield process, *owner(process, by_lease, bonds)
+
+    def _leases_on(self, uuid: DeviceUuid) -> dict[LeaseId, Kept]:
+        """The first of each lease on a device, those with a holder first."""
+        found: dict[LeaseId, Kept] = {}
+        for kept in self.on_device(uuid):
+            found.setdefault(kept.assignment.key.lease_id, kept)
+        return found
 
     def in_use(self) -> frozenset[DeviceUuid]:
         """Devices that an assignment has something of."""

@@ -34,18 +34,19 @@ class Bonds:
         return found if found and found.start_ticks == process.start_ticks else None
 
     def leases(self, process: DeviceProcess) -> Iterator[LeaseId]:
-        """Leases that a process belongs to by its word or its descent, the nearest first."""
+        """Leases that a process belongs to by its word or its descent."""
         adoption = self.adoption(process)
         if adoption is not None:
             yield adoption.lease_id
             return
         if process.lease_id:
             yield LeaseId(process.lease_id)
-        for pid in (process.pid, *process.ancestors):
-            for lease_id, holder in self.holders.items():
-                if holder == pid:
-                    yield lease_id
-            if pid in self.adopted and pid != process.pid:
+        line = (process.pid, *process.ancestors)
+        for lease_id, holder in self.holders.items():
+            if holder in line:
+                yield lease_id
+        for pid in line[1:] if self.adopted else ():
+            if pid in self.adopted:
                 yield self.adopted[pid].lease_id
 
 
@@ -87,21 +88,19 @@ class Stray:
 
 
 def owner(
-    process: DeviceProcess, on_device: Sequence[Kept], bonds: Bonds
+    process: DeviceProcess, by_lease: Mapping[LeaseId, Kept], bonds: Bonds
 ) -> tuple[Kept | None, bool]:
     """The assignment of the device that a process belongs to, and whether that is sure.
 
-    Where its environment may not be read, an assignment of the same user has to do.
-    None: a stray.
+    ``by_lease``: what may have something on the device, those with a holder first. Where
+    its environment may not be read, an assignment of the same user has to do. None: a
+    stray.
     """
-    by_lease: dict[LeaseId, Kept] = {}
-    for kept in on_device:
-        by_lease.setdefault(kept.assignment.key.lease_id, kept)
-    for lease_id in bonds.leases(process):
+    for lease_id in bonds.leases(process) if by_lease else ():
         if lease_id in by_lease:
             return by_lease[lease_id], True
     if process.lease_id is None and bonds.adoption(process) is None:
-        for kept in on_device:
+        for kept in by_lease.values():
             if kept.assignment.uid == process.uid:
                 return kept, False
     return None, False
@@ -144,16 +143,21 @@ def outside(
     )
 
 
-def past_limits(kept: Kept, uuid: DeviceUuid, members: Sequence[DeviceProcess]) -> list[Stray]:
-    """Members of an assignment on one of its devices that are outside its limits.
+def past_limits(
+    of_lease: Sequence[Kept], uuid: DeviceUuid, members: Sequence[DeviceProcess]
+) -> list[Stray]:
+    """Processes of a lease on a device that are outside the limits of its slices there.
 
-    ``members`` are those that are its for sure. Of a slice with too much memory they are
-    the youngest, as many as it takes for the rest to keep to it.
+    ``of_lease``: all that the lease has on the device; what is whose of it cannot be told
+    apart. ``members`` are those that are its for sure. Where they hold too much memory
+    the youngest are outside, as many as it takes for the rest to keep to it.
     """
-    share = share_of(kept, uuid)
-    lease_id = kept.assignment.key.lease_id
-    if share is None or share.whole:
+    shares = [share for kept in of_lease if (share := share_of(kept, uuid)) is not None]
+    if any(share.whole for share in shares):
         return []
+    lease_id = of_lease[0].assignment.key.lease_id
+    given_mib = sum(share.memory_mib for share in shares)
+    unlimited = not all(share.memory_mib for share in shares)
     found = [
         Stray(process=each, cause=StrayCause.BESIDE_MPS, lease_id=lease_id)
         for each in members
@@ -161,9 +165,9 @@ def past_limits(kept: Kept, uuid: DeviceUuid, members: Sequence[DeviceProcess]) 
     ]
     inside = [each for each in members if each.through_mps is not False and each.memory_mib]
     held_mib = sum(each.memory_mib for each in inside)
-    total_mib, allowed_mib = held_mib, share.memory_mib + CONTEXT_MIB_MAX * len(inside)
+    total_mib, allowed_mib = held_mib, given_mib + CONTEXT_MIB_MAX * len(inside)
     for each in sorted(inside, key=lambda one: (one.start_ticks, one.pid), reverse=True):
-        if not share.memory_mib or total_mib <= allowed_mib:
+        if unlimited or total_mib <= allowed_mib:
             break
         found.append(
             Stray(
@@ -171,7 +175,7 @@ def past_limits(kept: Kept, uuid: DeviceUuid, members: Sequence[DeviceProcess]) 
                 cause=StrayCause.OVER_MEMORY,
                 lease_id=lease_id,
                 held_mib=held_mib,
-                given_mib=share.memory_mib,
+                given_mib=given_mib,
             )
         )
         total_mib -= each.memory_mib

@@ -124,6 +124,8 @@ class Stopper:
     def _leftovers(self, book: Book, devices: Devices, bonds: Bonds) -> Iterator[_Target]:
         """Of an ended assignment: what it has on its devices although it is cleaned up."""
         for kept in book.kept.values():
+            if kept.state is not AssignmentState.ENDING:
+                continue
             for share in kept.assignment.place.devices:
                 uuid = share.device_uuid
                 out_of_time = kept.stop_since_s is not None
@@ -144,7 +146,6 @@ class Stopper:
         """Whether what a device still shows of an assignment is what that leaves behind."""
         return (
             self._policy.leftovers
-            and kept.state is AssignmentState.ENDING
             and kept.cleaned_s is not None
             and devices.read_since(uuid, kept.cleaned_s)
         )

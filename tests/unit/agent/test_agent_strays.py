@@ -141,6 +141,20 @@ def test_of_many_members_with_too_much_together_the_youngest_are_outside() -> No
     assert causes(bench) == {50: StrayCause.OVER_MEMORY, 51: StrayCause.OVER_MEMORY}
 
 
+def test_two_members_of_a_lease_on_one_gpu_have_both_their_memories() -> None:
+    bench = Bench(0)
+    bench.desire(1, assignment("a", 1, part(0, 10)), assignment("a", 2, part(0, 10), rank=1))
+    put(bench, process(50, lease="a"), process(51, lease="a"))
+    both_mib = 16_000 + 2 * CONTEXT_MIB_MAX
+    for memory_mib, found in ((both_mib // 2, {}), (both_mib // 2 + 1, {51: "over_memory"})):
+        put(
+            bench,
+            process(50, lease="a", memory_mib=memory_mib),
+            process(51, lease="a", memory_mib=memory_mib, start_ticks=2),
+        )
+        assert causes(bench) == found
+
+
 def test_members_that_are_only_guessed_by_their_user_are_not_measured() -> None:
     bench = Bench(0)
     bench.desire(1, assignment("a", 1, part(0, 10)), assignment("b", 2, part(0, 80)))
