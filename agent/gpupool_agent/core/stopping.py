@@ -21,6 +21,9 @@ from gpupool_agent.core.readings import DeviceProcess
 STOP_GRACE_S = 10.0
 """From SIGTERM to SIGKILL, and between tries where one does not help."""
 
+RETRY_S_MAX = 60.0
+"""Longest time added to that, while signals cannot be sent."""
+
 LOOK_S_MIN = 0.25
 LOOK_S_MAX = 2.0
 ProcessName = tuple[int, int]
@@ -63,6 +66,7 @@ class _Stopping:
     look_delay_s: float = LOOK_S_MIN
     force: bool = False
     failed: bool = False
+    failures: int = 0
 
 
 class Stopper:
@@ -100,10 +104,12 @@ class Stopper:
         return bool(due)
 
     def failed(self, pid: int, start_ticks: int) -> None:
-        """A signal was not sent: what it was is tried again when the next is due."""
+        """A signal was not sent: it is tried again, after a delay that grows."""
         found = self._under_way.get((pid, start_ticks))
         if found is not None:
             found.failed = True
+            found.next_s += min(STOP_GRACE_S * (2**found.failures - 1), RETRY_S_MAX)
+            found.failures = min(found.failures + 1, 16)
 
     def deadlines(self) -> Iterator[float]:
         """When a process is to be told again, or looked for."""
@@ -179,7 +185,7 @@ class Stopper:
                 target=target, next_s=now, look_s=now + LOOK_S_MIN
             )
         elif now >= found.next_s and not found.failed:
-            found.force = True
+            found.force, found.failures = True, 0
         if now < found.next_s:
             return []
         found.target, found.failed, found.next_s = target, False, now + STOP_GRACE_S

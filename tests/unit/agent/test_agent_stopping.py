@@ -1,5 +1,7 @@
 """Ending processes: whom, when, by which signal; and whom never."""
 
+import itertools
+
 from tests.agent_bench import BOOT, Bench, assignment, gpu, holder, part, process, welcome, whole
 
 from gpupool.model.assignment import ProcessNote, ProcessNoteKind
@@ -181,6 +183,22 @@ def test_a_signal_that_was_not_sent_is_sent_again_and_not_a_harder_one() -> None
     assert signals(bench) == [(77, False), (77, False)]
     bench.wait(STOP_GRACE_S)
     assert signals(bench)[2:] == [(77, True)]
+
+
+def test_signals_that_are_never_sent_are_tried_ever_more_seldom() -> None:
+    bench = stopping()
+    put(bench, process(77))
+    bench.read()
+    tries_s = [bench.now]
+    while len(tries_s) < 6:
+        sent = len(signals(bench))
+        bench.send(StopFailed(pid=77, start_ticks=1))
+        while len(signals(bench)) == sent:
+            bench.wait(1)
+        tries_s.append(bench.now)
+    pauses_s = [round(after - before) for before, after in itertools.pairwise(tries_s)]
+    assert pauses_s == [10, 20, 40, 70, 70]
+    assert {force for _, force in signals(bench)} == {False}
 
 
 def test_a_stray_that_went_unasked_is_not_claimed() -> None:
