@@ -329,7 +329,8 @@ class Demo:
             f"  gpupool run --gpus 0.5 -- bash\n"
             f"  gpupool events --follow\n"
             f"  python -m gpupool_agent.simulated.inject --control {control} h100-01 gpu-lost 3\n"
-            f"\nLogs are in {self._state / 'logs'}.",
+            f"\nThe last line breaks a GPU of a simulated host; with --help it lists what else.\n"
+            f"Logs are in {self._state / 'logs'}; {self._state} stays until the next demo.",
             flush=True,
         )
         while True:

@@ -98,8 +98,7 @@ class PlayedNode:
         reports = [
             AssignmentReport(key=key, token=old.token, state=AssignmentState.ENDED)
             for key, old in self.running.items()
-            if key not in desired.unclaimed
-            and (key not in wanted or wanted[key].token != old.token)
+            if (wanted[key].token != old.token if key in wanted else key not in desired.unclaimed)
         ]
         for report in reports:
             del self.running[report.key]

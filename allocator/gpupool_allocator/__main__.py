@@ -14,6 +14,8 @@ from gpupool import __version__
 from gpupool_allocator.settings import FIELDS, AllocatorSettings, BadSettingError, load
 
 EXIT_CANNOT_START = 1
+EXIT_UNAVAILABLE = 69
+"""EX_UNAVAILABLE: a library of the program is not installed."""
 EXIT_BAD_SETTINGS = 78
 
 DESCRIPTION = "The allocator of gpupool: grants leases on the pool's GPUs."
@@ -31,6 +33,7 @@ flags; the last one wins. A flag's key with '_' for '-' is its key in the file.
 exit codes:
   0   stopped by SIGTERM or SIGINT
   1   cannot start: port taken, store locked by another allocator, store unreadable
+  69  a library is not installed: gpupool is here without its extra [allocator]
   70  crashed, to go on from the store (a restart is safe); with keeper = true only when
       it had not served yet, since else a new process has taken over
   78  a setting is not accepted
@@ -69,9 +72,18 @@ def _run(
     ready_file: Path | None,
     load_again: Callable[[], AllocatorSettings],
 ) -> int:
-    import structlog
+    try:
+        import structlog
 
-    from gpupool_allocator import daemon, keeper, logs
+        from gpupool_allocator import daemon, keeper, logs
+    except ModuleNotFoundError as error:
+        # People who only work with a pool have the program on their path all the same.
+        library = (error.name or "").partition(".")[0]
+        sys.stderr.write(
+            f"gpupool-allocator: {library} is not installed; install gpupool with its extra "
+            "[allocator] (from a checkout: pip install '.[allocator]')\n"
+        )
+        return EXIT_UNAVAILABLE
     from gpupool_allocator.storage.records import RecordError
     from gpupool_allocator.storage.store import StoreError, StoreFullError, StoreLockedError
 

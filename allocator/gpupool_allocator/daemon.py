@@ -68,6 +68,7 @@ class Office:
             settings.state_dir / STORE_FILE,
             max_bytes=settings.store_mib_max * MIB,
             history_max=settings.history_max,
+            new_store=settings.new_store,
         )
         self.epoch = self._begin_term()
         self.last_sequence = self.store.bounds()[1]

@@ -159,6 +159,11 @@ class AllocatorSettings:
     store_mib_max: int = _whole(
         16_384, 16, 1_048_576, "Size of the store, MiB, at which changes are refused."
     )
+    new_store: bool = _flag(
+        default=False,
+        meaning="Begin a new pool where the store of an earlier one is empty or gone. For one "
+        "start: what the nodes still run for the earlier one is unclaimed then.",
+    )
     history_max: int = _whole(
         1_000_000, 1_000, 100_000_000, "Events kept; the oldest are forgotten first."
     )
@@ -182,7 +187,10 @@ class AllocatorSettings:
     )
     ended_kept: int = _whole(10_000, 0, 1_000_000, "Ended leases remembered for retries.")
     prepare_attempts: int = _whole(
-        3, 1, 100, "How often a member is placed anew when its node cannot prepare it."
+        3,
+        1,
+        100,
+        "How often a member is tried that its node cannot prepare, or prepares and loses again.",
     )
     keeper: bool = _flag(
         default=True,

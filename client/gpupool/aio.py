@@ -25,7 +25,7 @@ from gpupool.model.views import (
     UnclaimedAssignment,
 )
 from gpupool.sdk.asking import Ask, Shape, acquire_ask, lease_spec
-from gpupool.sdk.calls import Backoff, worth_retrying
+from gpupool.sdk.calls import Backoff, OnOutage, worth_retrying
 from gpupool.sdk.channel import is_agent_socket
 from gpupool.sdk.connection import CALL_TIMEOUT_S, RETRY_S, Connection
 from gpupool.sdk.lease import AsyncLease, OnChange, read_lease, watch
@@ -38,6 +38,7 @@ from gpupool.wire.agent import (
     adopt_ask_to_proto,
     adopted_from_proto,
 )
+from gpupool.wire.door import INT64_MAX
 from gpupool.wire.enums import LEASE_STATES
 from gpupool.wire.pool import HoldAsk, event_from_proto, hold_ask_to_proto, hold_from_proto
 from gpupool.wire.request import lease_spec_to_proto
@@ -60,7 +61,8 @@ class AsyncClient:
 
     ``address``: "host:port" or "unix:/path"; without it $GPUPOOL_ADDRESS, else this
     node's agent, else 127.0.0.1:7070. ``timeout_s`` bounds each try of a call,
-    ``retry_s`` how long a change is tried again while the pool cannot be reached.
+    ``retry_s`` how long a change is tried again while the pool cannot be reached;
+    ``on_outage`` is called with the error and that time when such an outage begins.
     Every call raises GpupoolError. Close it, or use it with ``async with``.
     """
 
@@ -70,8 +72,11 @@ class AsyncClient:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         retry_s: float = RETRY_S,
+        on_outage: OnOutage | None = None,
     ) -> None:
-        self._connection = Connection(address, timeout_s=timeout_s, retry_s=retry_s)
+        self._connection = Connection(
+            address, timeout_s=timeout_s, retry_s=retry_s, on_outage=on_outage
+        )
         self._renewer = Renewer(self._connection)
 
     @property
@@ -277,6 +282,14 @@ class AsyncClient:
                 async for event in coming:
                     if not subject or event.subject == subject:
                         yield event
+
+    async def newest_event(self) -> int:
+        """Sequence number of the newest event; 0: there is none."""
+        # After the last that there can be: only the bounds are asked for.
+        request = pool_pb2.ListEventsRequest(page_size=1, after_sequence=INT64_MAX)
+        return await self._connection.read(
+            self._connection.pool.ListEvents, request, lambda response: int(response.last_sequence)
+        )
 
     async def _past_events(self, after: int, subject: str) -> AsyncGenerator[Event, None]:
         while True:

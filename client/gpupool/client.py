@@ -19,6 +19,7 @@ from gpupool.model.views import (
     UnclaimedAssignment,
 )
 from gpupool.sdk.asking import Ask, Shape
+from gpupool.sdk.calls import OnOutage
 from gpupool.sdk.channel import resolve_address
 from gpupool.sdk.connection import CALL_TIMEOUT_S, RETRY_S
 from gpupool.sdk.lease import AsyncLease, OnChange
@@ -41,13 +42,14 @@ class Client:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         retry_s: float = RETRY_S,
+        on_outage: OnOutage | None = None,
     ) -> None:
         # Raises for a bad address before there is a thread to end.
         resolved = resolve_address(address)
         self._thread = LoopThread()
 
         async def connect() -> AsyncClient:
-            return AsyncClient(resolved, timeout_s=timeout_s, retry_s=retry_s)
+            return AsyncClient(resolved, timeout_s=timeout_s, retry_s=retry_s, on_outage=on_outage)
 
         self._client = self._thread.run(connect())
         self._end = weakref.finalize(self, _end, self._thread, self._client)
@@ -174,6 +176,10 @@ class Client:
         return self._thread.iterate(
             self._client.events(after=after, subject=subject, follow=follow)
         )
+
+    def newest_event(self) -> int:
+        """Sequence number of the newest event; 0: there is none."""
+        return self._thread.run(self._client.newest_event())
 
 
 class Lease:

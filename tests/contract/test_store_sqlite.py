@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.contract.store_suite import StoreSuite, StoreWithHistory, contents, delete, happened, put
 
+from gpupool_allocator.storage.mark import StoreMark
 from gpupool_allocator.storage.sqlite import MIB, SqliteStore
 from gpupool_allocator.storage.store import (
     EpochLostError,
@@ -62,6 +63,7 @@ def test_only_the_owner_may_read_the_files(open_sqlite: OpenSqlite, tmp_path: Pa
             "state.db-shm",
             "state.db-wal",
             "state.db.lock",
+            "state.db.mark",
             "state.db.reserve",
         ],
         0o600,
@@ -174,6 +176,89 @@ def test_a_newer_schema_is_refused(open_sqlite: OpenSqlite, tmp_path: Path) -> N
 def test_a_half_made_file_is_made_anew(open_sqlite: OpenSqlite, tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "state.db")) as other:
         other.execute("PRAGMA journal_mode = WAL")
+    assert open_sqlite().begin_term() == 1
+
+
+def lose(file: Path, how: str) -> None:
+    """What an operator or a full disk may leave of a closed store."""
+    match how:
+        case "gone":
+            file.unlink()
+        case "emptied":
+            file.write_bytes(b"")
+        case _:
+            file.unlink()
+            with closing(sqlite3.connect(file)) as other:
+                other.execute("PRAGMA journal_mode = WAL")
+
+
+@pytest.mark.parametrize("release", ["0.1.0", "this"])
+@pytest.mark.parametrize("how", ["gone", "emptied", "without tables"])
+def test_a_store_that_was_emptied_or_lost_is_no_new_store(
+    open_sqlite: OpenSqlite, tmp_path: Path, how: str, release: str
+) -> None:
+    store = open_sqlite()
+    store.commit(store.begin_term(), [put("a")])
+    store.close()
+    file = tmp_path / "state.db"
+    if release == "0.1.0":
+        (tmp_path / "state.db.mark").unlink()
+    lose(file, how)
+    left = file.read_bytes() if file.exists() else None
+    for _ in range(2):
+        with pytest.raises(StoreUnusableError, match=f"{file} is empty or gone") as refusal:
+            open_sqlite()
+        assert "backup" in str(refusal.value)
+        assert "new_store" in str(refusal.value)
+        assert (file.read_bytes() if file.exists() else None) == left
+    store = open_sqlite(new_store=True)
+    assert (store.begin_term(), contents(store)) == (1, {})
+    store.close()
+    assert open_sqlite().begin_term() == 2
+
+
+def test_the_log_of_an_emptied_store_is_left_to_its_operator(
+    open_sqlite: OpenSqlite, tmp_path: Path
+) -> None:
+    store = open_sqlite()
+    store.commit(store.begin_term(), [put("a")])
+    files = {name: (tmp_path / name).read_bytes() for name in ("state.db", "state.db-wal")}
+    store.close()
+    (tmp_path / "state.db").write_bytes(b"")
+    (tmp_path / "state.db-wal").write_bytes(files["state.db-wal"])
+    with pytest.raises(StoreUnusableError, match="empty or gone"):
+        open_sqlite()
+    (tmp_path / "state.db").write_bytes(files["state.db"])
+    assert len(contents(open_sqlite())) == 1
+
+
+def test_a_store_of_the_release_before_is_marked_when_it_is_opened(
+    open_sqlite: OpenSqlite, tmp_path: Path
+) -> None:
+    open_sqlite().close()
+    beside = [tmp_path / f"state.db.{name}" for name in ("mark", "reserve")]
+    for file in beside:
+        file.unlink()
+    store = open_sqlite()
+    assert store.begin_term() == 1
+    store.close()
+    beside[1].unlink()  # as on a full disk
+    (tmp_path / "state.db").write_bytes(b"")
+    with pytest.raises(StoreUnusableError, match="empty or gone"):
+        open_sqlite()
+
+
+def test_a_first_start_that_was_cut_short_may_be_tried_again(
+    open_sqlite: OpenSqlite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_: StoreMark) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreMark, "set", killed)
+        with pytest.raises(KeyboardInterrupt):
+            open_sqlite()
+    assert (tmp_path / "state.db").exists()
     assert open_sqlite().begin_term() == 1
 
 

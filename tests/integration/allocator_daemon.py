@@ -79,8 +79,8 @@ class Daemon:
         self.grpc = 0
         self.http = 0
 
-    def launch(self) -> subprocess.Popen[bytes]:
-        """Starts the process without waiting for it."""
+    def launch(self, *more: str) -> subprocess.Popen[bytes]:
+        """Starts the process without waiting for it; ``more`` flags for this start alone."""
         self.ready.unlink(missing_ok=True)
         flags = [
             part
@@ -89,14 +89,22 @@ class Daemon:
         ]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "gpupool_allocator", *flags, "--ready-file", self.ready],
+                [
+                    sys.executable,
+                    "-m",
+                    "gpupool_allocator",
+                    *flags,
+                    *more,
+                    "--ready-file",
+                    self.ready,
+                ],
                 stderr=log,
             )
         return self.process
 
-    def start(self) -> "Daemon":
+    def start(self, *more: str) -> "Daemon":
         """Starts and waits until it serves. DidNotStartError."""
-        process = self.launch()
+        process = self.launch(*more)
         deadline = time.monotonic() + START_S
         while not self.ready.exists():
             if process.poll() is not None:

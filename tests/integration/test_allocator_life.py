@@ -56,6 +56,8 @@ async def test_a_lease_is_granted_renewed_seen_and_released(daemon: Daemon) -> N
         assert kept.ttl.seconds == 600
 
         seen = await calls.leases.GetLease(lease_pb2.GetLeaseRequest(lease_id=lease.lease_id))
+        assert seen.lease.expire_time.seconds > seen.lease.grant_time.seconds
+        seen.lease.ClearField("expire_time")  # told to who reads it, as of now
         assert seen.lease == lease
         pool = await calls.pool.GetPool(pool_pb2.GetPoolRequest())
         assert (pool.devices_used, pool.devices_free) == (2, 6)
@@ -163,6 +165,23 @@ def test_a_second_allocator_on_the_same_state_is_refused(daemon: Daemon, tmp_pat
     assert daemon.process is not None
     assert str(daemon.process.pid) in caught.value.log
     assert daemon.get("/healthz")[0] == 200
+
+
+def test_a_store_that_was_emptied_is_refused_until_a_new_pool_is_asked_for(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    daemon.start()
+    daemon.kill()
+    store = daemon.state_dir / "allocator.db"
+    store.write_bytes(b"")
+    with pytest.raises(DidNotStartError) as caught:
+        daemon.start()
+    assert caught.value.code == 1
+    assert f"{store} is empty or gone" in caught.value.log
+    assert "--new-store" in caught.value.log
+    assert daemon.start("--new-store").get("/readyz")[0] == 200
+    daemon.kill()
+    assert daemon.start().get("/readyz")[0] == 200
 
 
 def test_a_port_in_use_is_refused(daemon: Daemon, tmp_path: Path) -> None:

@@ -90,6 +90,34 @@ async def test_work_that_the_store_does_not_know_is_listed_and_kept_until_it_is_
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+@one_loop
+async def test_two_nodes_that_claim_the_same_unknown_member_both_keep_it(daemon: Daemon) -> None:
+    works = {name: assignment_on(name, "l-forgotten", rank=0, gpu=0) for name in ("n1", "n2")}
+    agents = [PlayedAgent(name, gpus=1, running={work.key: work}) for name, work in works.items()]
+    async with daemon.connected() as calls, playing(calls, *agents):
+        await until(lambda: all(agent.desired and agent.desired.unclaimed for agent in agents))
+        listed = await calls.pool.ListUnclaimed(pool_pb2.ListUnclaimedRequest())
+        assert [(each.node_id, each.rank) for each in listed.assignments] == [("n1", 0), ("n2", 0)]
+        with pytest.raises(aio.AioRpcError) as caught:
+            await calls.acquire("r1", whole(1), wait_s=0)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+        await calls.pool.EndUnclaimed(
+            pool_pb2.EndUnclaimedRequest(node_id="n2", lease_id="l-forgotten")
+        )
+        lease = await calls.acquire("r2", whole(1), wait_s=20)
+        assert lease.members[0].place.node_id == "n2"
+        assert set(agents[0].running) == {works["n1"].key}
+    # It is known by its node after a restart too.
+    daemon.kill()
+    daemon.start()
+    async with daemon.connected() as calls:
+        listed = await calls.pool.ListUnclaimed(pool_pb2.ListUnclaimedRequest())
+        assert [(each.node_id, each.lease_id) for each in listed.assignments] == [
+            ("n1", "l-forgotten")
+        ]
+
+
 @pytest.mark.parametrize(
     ("field", "request_"),
     [

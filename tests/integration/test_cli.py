@@ -303,6 +303,38 @@ def test_events_follow_the_pool(pool: Pool) -> None:
     assert (process.returncode, errors.strip()) == (130, "")
 
 
+def test_a_wait_for_events_that_may_never_come_is_told(pool: Pool) -> None:
+    newest = int(pool.rows("events")[-1]["sequence"])
+    process = pool.start("events", "-f", "--after", str(newest + 1000), "--subject", "h2")
+    assert process.stderr is not None
+    told = [process.stderr.readline() for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=PATIENCE_S)[1].strip() == ""
+    assert told == [
+        f"gpupool: after: the newest event is {newest}, waiting for those after {newest + 1000}\n",
+        "gpupool: subject: 'h2' is not known to the pool; waiting for it\n",
+    ]
+
+
+def test_a_lease_that_nobody_renews_shows_when_it_expires(pool: Pool) -> None:
+    lease_id = pool.rows("lease", "create", "--gpus", "1", "--ttl", "10m")["lease_id"]
+    with Client(pool.address) as client:
+        first = client.get_lease(lease_id).expire_unix_s
+        assert first is not None
+        assert 590 < first - time.time() <= 600
+        (listed,) = client.list_leases()
+        assert listed.expire_unix_s == pytest.approx(first, abs=1)
+        client.keep_alive([lease_id])
+        renewed = client.get_lease(lease_id).expire_unix_s
+        assert renewed is not None
+        assert renewed > first
+        assert "unless it is renewed" in pool.call("lease", "show", lease_id)[1]
+        client.release(lease_id)
+        until(lambda: client.get_lease(lease_id).state is LeaseState.RELEASED)
+        assert client.get_lease(lease_id).expire_unix_s is None
+    assert pool.ends_empty()
+
+
 def test_a_lease_outlives_the_allocators_crash_and_is_still_renewed(pool: Pool) -> None:
     with Client(pool.address) as client, client.lease(gpus=1, ttl=2) as lease:
         pool.daemon.kill()

@@ -29,6 +29,7 @@ class Step(StrEnum):
 class Kept:
     """An assignment that is prepared, runs or ends here.
 
+    ``reason`` is what it waits for or failed by, ``cause`` why it ends; it has ended by that.
     ``touched``: a Prepare of it was begun, ever. ``adopted``: it is from before the
     agent's restart. ``cleaned_s``: when its CleanUp had succeeded; a reading begun
     later can confirm the end. ``stop_since_s``: the node's clock ended it, so its
@@ -40,6 +41,7 @@ class Kept:
     wait_until_s: float
     environment: dict[str, str] = field(default_factory=dict[str, str])
     reason: str = ""
+    cause: str = ""
     given: tuple[ShareGiven, ...] = ()
     touched: bool = False
     step: Step | None = None
@@ -72,7 +74,7 @@ class Kept:
         self.state = AssignmentState.ENDING if self.touched else AssignmentState.ENDED
         self.environment = {}
         self.given = ()
-        self.reason = reason
+        self.reason = self.cause = reason
         self.check_s = now
         self.check_delay_s = CHECK_DELAY_S_MIN
 

@@ -63,6 +63,7 @@ class Book:
                 wait_until_s=now + PREPARE_WAIT_S,
                 environment=entry.environment,
                 reason=entry.reason,
+                cause=entry.reason if entry.state is AssignmentState.ENDING else "",
                 given=entry.given,
                 touched=entry.touched,
                 adopted=entry.state is AssignmentState.PREPARED,
@@ -287,6 +288,7 @@ class Book:
             kept.check_later(now)
             return [ReadUsage()]
         kept.state = AssignmentState.ENDED
+        kept.reason = kept.cause
         self._index = None
         self._fence.bury(kept.assignment.key, kept.assignment.token)
         self.changed = True
@@ -418,7 +420,7 @@ class Book:
                 assignment=kept.assignment,
                 state=kept.state,
                 environment=kept.environment,
-                reason=kept.reason,
+                reason=kept.cause or kept.reason,
                 touched=kept.touched,
                 given=kept.given,
             )

@@ -8,11 +8,17 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from gpupool.model.assignment import AssignmentKey
 from gpupool.model.ids import DeviceUuid, HoldId, NodeId
 from gpupool.model.inventory import NodeInventory
 from gpupool.model.lease import DeviceShare, Place
-from gpupool_allocator.core.capacity import CAUSES, UNCLEAN, Booking, DeviceCapacity, NodeCapacity
+from gpupool_allocator.core.capacity import (
+    CAUSES,
+    UNCLEAN,
+    Booking,
+    BookingKey,
+    DeviceCapacity,
+    NodeCapacity,
+)
 from gpupool_allocator.core.index import ShapeIndex
 from gpupool_allocator.core.totals import NOTHING, Totals, totals_of
 
@@ -39,7 +45,7 @@ class Books:
         self._by_number: dict[int, NodeCapacity] = {}
         self._free_numbers: list[int] = []
         self._devices: dict[DeviceUuid, DeviceCapacity] = {}
-        self._homes: dict[AssignmentKey, NodeCapacity] = {}
+        self._homes: dict[BookingKey, NodeCapacity] = {}
         self._held_devices: dict[HoldId, dict[DeviceUuid, NodeCapacity]] = {}
         self._totals = NOTHING
         self._totals_of: dict[NodeId, Totals] = {}
@@ -154,7 +160,7 @@ class Books:
 
     def book(
         self,
-        key: AssignmentKey,
+        key: BookingKey,
         place: Place,
         *,
         uid: int,
@@ -194,7 +200,7 @@ class Books:
         if not restored:
             self._catch_up()
 
-    def unbook(self, key: AssignmentKey) -> Place:
+    def unbook(self, key: BookingKey) -> Place:
         """Takes a grant back; BookingError where there is none."""
         node = self._homes.pop(key, None)
         if node is None:
@@ -250,7 +256,7 @@ class Books:
         """The only user on a device; None: nobody, or several who trust one another."""
         return self._devices[uuid].sole_uid
 
-    def keys_on(self, uuid: DeviceUuid) -> list[AssignmentKey]:
+    def keys_on(self, uuid: DeviceUuid) -> list[BookingKey]:
         """Who has something of a device, oldest booking first."""
         return list(self._devices[uuid].granted)
 
@@ -262,11 +268,11 @@ class Books:
         """Host memory of a node that nobody has."""
         return self._nodes[node_id].free_host_memory_mib
 
-    def bookings_on(self, node_id: NodeId) -> list[tuple[AssignmentKey, Place]]:
+    def bookings_on(self, node_id: NodeId) -> list[tuple[BookingKey, Place]]:
         """Grants on a node, oldest booking first."""
         return [(key, each.place) for key, each in self._nodes[node_id].bookings.items()]
 
-    def keys(self) -> Iterable[AssignmentKey]:
+    def keys(self) -> Iterable[BookingKey]:
         """Everybody who has something booked."""
         return self._homes.keys()
 
@@ -279,7 +285,7 @@ class Books:
         self._catch_up()
         return self._totals
 
-    def place_of(self, key: AssignmentKey) -> Place | None:
+    def place_of(self, key: BookingKey) -> Place | None:
         """Where a key is booked."""
         node = self._homes.get(key)
         return None if node is None else node.bookings[key].place
@@ -294,7 +300,7 @@ class Books:
 
     def check(self) -> None:
         """Recomputes everything from scratch; AssertionError on a broken promise."""
-        homes: dict[AssignmentKey, NodeCapacity] = {}
+        homes: dict[BookingKey, NodeCapacity] = {}
         devices = 0
         for node in self._nodes.values():
             assert self._by_number[node.number] is node, f"number of {node.node_id}"
@@ -382,7 +388,7 @@ class Books:
         device.holds = holds
 
 
-def _first(keys: Iterable[AssignmentKey]) -> AssignmentKey:
+def _first(keys: Iterable[BookingKey]) -> BookingKey:
     return next(iter(keys))
 
 

@@ -6,7 +6,7 @@ Facts and their arithmetic only. Who may change them is decided in books.py.
 from dataclasses import dataclass, field
 
 from gpupool.model.assignment import AssignmentKey
-from gpupool.model.ids import DeviceUuid, HoldId, NodeId
+from gpupool.model.ids import DeviceUuid, HoldId, LeaseId, NodeId
 from gpupool.model.inventory import Device, NodeInventory
 from gpupool.model.lease import Place
 
@@ -29,6 +29,23 @@ class Kind:
     memory_low_mib: int | None
     memory_high_mib: int | None
     sliceable: bool
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class UnclaimedKey:
+    """Names an assignment that a node runs and the pool does not know.
+
+    The node is part of it: several nodes may claim the same member, and the book may
+    have that member somewhere else.
+    """
+
+    node_id: NodeId
+    lease_id: LeaseId
+    rank: int
+
+
+BookingKey = AssignmentKey | UnclaimedKey
+"""Names what is booked: a member of a lease, or what is unclaimed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +84,7 @@ class DeviceCapacity:
     offered: bool = False
     cause: str = UNCLEAN
     holds: frozenset[HoldId] = frozenset()
-    granted: dict[AssignmentKey, Grant] = field(default_factory=dict[AssignmentKey, Grant])
+    granted: dict[BookingKey, Grant] = field(default_factory=dict[BookingKey, Grant])
     free_share_pct: int = 100
     free_memory_mib: int | None = None
     whole: bool = False
@@ -133,7 +150,7 @@ class NodeCapacity:
     devices: dict[DeviceUuid, DeviceCapacity] = field(
         default_factory=dict[DeviceUuid, DeviceCapacity]
     )
-    bookings: dict[AssignmentKey, Booking] = field(default_factory=dict[AssignmentKey, Booking])
+    bookings: dict[BookingKey, Booking] = field(default_factory=dict[BookingKey, Booking])
     free_cpu_milli: int = 0
     free_host_memory_mib: int = 0
     overdrawn: frozenset[str] = frozenset()
@@ -160,7 +177,7 @@ class NodeCapacity:
                 short.add(str(uuid))
         self.overdrawn = frozenset(short)
 
-    def take(self, key: AssignmentKey, booking: Booking) -> None:
+    def take(self, key: BookingKey, booking: Booking) -> None:
         """Adds a booking, unchecked."""
         place = booking.place
         self.bookings[key] = booking
@@ -173,7 +190,7 @@ class NodeCapacity:
         self.free_cpu_milli -= place.cpu_milli
         self.free_host_memory_mib -= place.host_memory_mib
 
-    def give(self, key: AssignmentKey) -> Booking:
+    def give(self, key: BookingKey) -> Booking:
         """Removes a booking; KeyError where there is none."""
         booking = self.bookings.pop(key)
         for share in booking.place.devices:

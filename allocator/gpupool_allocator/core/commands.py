@@ -243,7 +243,7 @@ def end_unclaimed(state: State, event: EndUnclaimed) -> None:
     found = [
         record
         for key, record in state.unclaimed.items()
-        if key.lease_id == event.lease_id and record.node_id == event.node_id
+        if key.lease_id == event.lease_id and key.node_id == event.node_id
     ]
     if refused is None and not found:
         refused = Refused(

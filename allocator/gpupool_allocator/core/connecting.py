@@ -1,15 +1,14 @@
 """Agents come and go: Hello, second agents, reboots, silence, inventory changes."""
 
-from dataclasses import replace
-
 from gpupool.model.assignment import Hello, Welcome
 from gpupool.model.errors import ErrorKind, Refused
 from gpupool.model.ids import ConnectionId, DeviceUuid, NodeId
-from gpupool.model.inventory import NodeInventory, NodeRecord
+from gpupool.model.inventory import NodeInventory
 from gpupool.model.lease import LeaseState
 from gpupool.model.limits import DEVICES_PER_NODE_MAX
+from gpupool_allocator.core.capacity import UnclaimedKey
 from gpupool_allocator.core.clocks import ClockKind
-from gpupool_allocator.core.effects import CloseConnection, Put, RaiseEpoch, SendWelcome
+from gpupool_allocator.core.effects import CloseConnection, RaiseEpoch, SendWelcome
 from gpupool_allocator.core.ending import begin_end, member_ended
 from gpupool_allocator.core.entries import DeviceEntry, NodeEntry
 from gpupool_allocator.core.events import NodeConnected, NodeDisconnected
@@ -157,19 +156,7 @@ def _settle_identity(state: State, node: NodeEntry, hello: Hello, *, rebooted: b
     ):
         take_inventory(state, node, hello.inventory)
     if changed:
-        store_node(state, node)
-
-
-def store_node(state: State, node: NodeEntry) -> None:
-    """Stores what is known of a node, missing devices included: they are missed, not forgotten."""
-    known = tuple(entry.device for entry in node.devices.values())
-    record = NodeRecord(
-        node_id=node.node_id,
-        boot_id=node.boot_id,
-        agent_version=node.agent_version,
-        inventory=replace(node.inventory, devices=known),
-    )
-    state.out.put("node", node.node_id, Put(record=record))
+        state.record_changed(node.node_id)
 
 
 def take_inventory(state: State, node: NodeEntry, inventory: NodeInventory) -> None:
@@ -231,17 +218,16 @@ def _move_device(state: State, uuid: DeviceUuid, old_id: NodeId, new_id: NodeId)
     state.out.record("device.moved", uuid, f"from node {old_id} to node {new_id}")
     old = state.nodes[old_id]
     for key in state.books.keys_on(uuid):
-        member = old.members.get(key)
-        if member is not None:
-            begin_end(
-                state, state.leases[key.lease_id], LeaseState.FAILED, f"device {uuid} left {old_id}"
-            )
+        cause = f"device {uuid} left {old_id}"
+        if isinstance(key, UnclaimedKey):
+            forget_unclaimed(state, state.unclaimed[key], cause)
+        elif (member := old.members.get(key)) is not None:
+            begin_end(state, state.leases[key.lease_id], LeaseState.FAILED, cause)
             member_ended(state, state.leases[key.lease_id], member)
-        elif key in state.unclaimed:
-            forget_unclaimed(state, state.unclaimed[key], f"device {uuid} left {old_id}")
     old.devices.pop(uuid, None)
     state.with_strays.pop(uuid, None)
     state.books.forget_device(uuid)
+    state.record_changed(old_id)
 
 
 def _end_holders_of_last_boot(state: State, node: NodeEntry) -> None:

@@ -13,6 +13,7 @@ from gpupool.model.hold import Hold
 from gpupool.model.ids import CommandId, ConnectionId, HoldId, LeaseId, NodeId
 from gpupool.model.inventory import NodeRecord
 from gpupool.model.lease import Lease
+from gpupool_allocator.core.capacity import UnclaimedKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,12 @@ class UnclaimedRecord:
 
     node_id: NodeId
     report: AssignmentReport
+
+    @property
+    def key(self) -> UnclaimedKey:
+        """Names it, also in the books."""
+        named = self.report.key
+        return UnclaimedKey(node_id=self.node_id, lease_id=named.lease_id, rank=named.rank)
 
 
 Stored = Lease | Hold | NodeRecord | UnclaimedRecord

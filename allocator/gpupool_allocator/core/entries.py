@@ -1,11 +1,11 @@
 """The pool's own mutable entries behind the frozen words of ``gpupool.model``."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpupool.model.assignment import Assignment, AssignmentKey
 from gpupool.model.caller import Caller, ProcessRef
 from gpupool.model.ids import CommandId, ConnectionId, DeviceUuid, LeaseId, NodeId, RequestId
-from gpupool.model.inventory import Device, NodeInventory, StrayProcess
+from gpupool.model.inventory import Device, NodeInventory, NodeRecord, StrayProcess
 from gpupool.model.lease import (
     ENDED,
     NO_EXPLANATION,
@@ -18,6 +18,7 @@ from gpupool.model.lease import (
     ShareGiven,
 )
 from gpupool.model.request import LeaseSpec
+from gpupool_allocator.core.capacity import UnclaimedKey
 
 RUNS_ON_NODE = (MemberState.PREPARING, MemberState.READY)
 """Member states that a node's desired state names."""
@@ -30,7 +31,9 @@ class MemberEntry:
     ``seen``: its node has spoken of this token, so only the node can say that it
     ended. ``named_at``, ``dropped_at``: the revisions of the node's desired state that
     are the first to name this token, and to name it no longer. ``assignment`` is what
-    its node must carry out, made once for each token.
+    its node must carry out, made once for each token. ``stored_token``: the token under
+    which the store had it when this term began; 0: it is younger than this term.
+    ``losses``: accounts in a row by which its node had lost it, though it was ready.
     """
 
     group: str
@@ -38,11 +41,13 @@ class MemberEntry:
     rank: int
     token: int
     place: Place
+    stored_token: int = 0
     state: MemberState = MemberState.PREPARING
     environment: dict[str, str] | None = None
     given: tuple[ShareGiven, ...] = ()
     degraded: str = ""
     seen: bool = False
+    losses: int = 0
     named_at: int | None = None
     dropped_at: int | None = None
     assignment: Assignment | None = None
@@ -190,6 +195,9 @@ class DeviceEntry:
 FaultName = tuple[str, DeviceUuid | None]
 """Code and device of a fault; no device: the node."""
 
+FAULTS_STORED_MAX = 32
+"""Open faults in a node's record, the newest: others are told once more after a restart."""
+
 
 @dataclass(slots=True, kw_only=True)
 class NodeEntry:
@@ -222,6 +230,23 @@ class NodeEntry:
     held_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
     unclaimed: dict[AssignmentKey, bool] = field(default_factory=dict[AssignmentKey, bool])
     faults: dict[FaultName, None] = field(default_factory=dict[FaultName, None])
+
+    def record(self) -> NodeRecord:
+        """The node as it is stored, missing devices included: they are missed, not forgotten."""
+        entries = self.devices.values()
+        return NodeRecord(
+            node_id=self.node_id,
+            boot_id=self.boot_id,
+            agent_version=self.agent_version,
+            inventory=replace(self.inventory, devices=tuple(each.device for each in entries)),
+            missing=tuple(each.device.uuid for each in entries if not each.present),
+            failed=tuple(each.device.uuid for each in entries if each.failed),
+            faults=tuple(self.faults)[-FAULTS_STORED_MAX:],
+        )
+
+    def unclaimed_key(self, key: AssignmentKey) -> UnclaimedKey:
+        """Names what the node runs under ``key`` and the pool does not know."""
+        return UnclaimedKey(node_id=self.node_id, lease_id=key.lease_id, rank=key.rank)
 
     def heard(self, unix_s: float) -> None:
         """The node has spoken."""

@@ -2,18 +2,20 @@
 
 from dataclasses import dataclass, replace
 
-from gpupool.model.ids import HoldId, LeaseId, NodeId
-from gpupool.model.lease import Cause, Explanation, LeaseState, Place
+from gpupool.model.caller import Caller
+from gpupool.model.ids import HoldId, LeaseId, NodeId, RequestId
+from gpupool.model.lease import Cause, Explanation, Lease, LeaseState, Member, MemberState, Place
 from gpupool.model.request import LeaseSpec, Level
 from gpupool_allocator.core.books import BookingError
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.entries import LeaseEntry, MemberEntry
 from gpupool_allocator.core.placement import Plan, Unplaced, plan, validate
 from gpupool_allocator.core.state import State, queue_hold_id
+from gpupool_allocator.core.words import counted_are
 
 STORE_ASKED_FROM = 1024
 """Members and devices from which a lease's record may be too large: some 600 bytes each
-at the very most, in a record of 1 MiB."""
+at the very most, beside a request of 384 KiB (checked at the door), in a record of 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,18 @@ def decide(state: State, spec: LeaseSpec, lease_id: LeaseId | None, now: float) 
     found = plan(state.books, spec, through)
     if isinstance(found, Unplaced):
         return _behind_the_head(state, spec, through, found)
-    return _validated(state, spec, found, through)
+    checked = _validated(state, spec, found, through)
+    if isinstance(checked, Plan) and not _can_be_stored(state, spec, checked):
+        return Unplaced(
+            explanation=Explanation(
+                summary=f"a lease of {len(checked.members)} members here is larger than one "
+                "stored record",
+                nearest_change="split the request into several leases",
+            ),
+            never=True,
+            too_large=True,
+        )
+    return checked
 
 
 def _validated(
@@ -81,7 +94,8 @@ def _behind_the_head(
     if isinstance(beyond, Unplaced):
         return beyond
     count = len(state.reserved)
-    message = f"{count} nodes are kept for request {state.reserved_for}, the first in the queue"
+    kept = counted_are(count, "node")
+    message = f"{kept} kept for request {state.reserved_for}, the first in the queue"
     return Unplaced(
         explanation=Explanation(
             summary=message,
@@ -107,14 +121,6 @@ def try_grant(state: State, lease: LeaseEntry, now: float) -> Granted | Unplaced
         )
         for planned in found.members
     ]
-    if not _can_be_stored(state, lease, members):
-        return Unplaced(
-            explanation=Explanation(
-                summary=f"a lease of {len(members)} members here is larger than one stored record",
-                nearest_change="split the request into several leases",
-            ),
-            never=True,
-        )
     refused = _book_all(state, lease, members)
     if refused is not None:
         state.out.alarm("booking_refused", f"books refused a validated plan: {refused}")
@@ -123,13 +129,32 @@ def try_grant(state: State, lease: LeaseEntry, now: float) -> Granted | Unplaced
     return Granted(nodes_touched=found.nodes_touched)
 
 
-def _can_be_stored(state: State, lease: LeaseEntry, members: list[MemberEntry]) -> bool:
+def _can_be_stored(state: State, spec: LeaseSpec, found: Plan) -> bool:
     """Whether the granted lease is small enough to be one record; asked where it may not be."""
-    size = len(members) + sum(len(member.place.devices) for member in members)
+    size = len(found.members) + sum(len(planned.place.devices) for planned in found.members)
     if size < STORE_ASKED_FROM:
         return True
-    frozen = tuple(member.frozen(reachable=True) for member in members)
-    return state.fits_store(replace(lease.frozen(), members=frozen))
+    members = tuple(
+        Member(
+            group=planned.group,
+            index=planned.index,
+            rank=planned.rank,
+            state=MemberState.PREPARING,
+            token=(state.epoch + 1) << 32,
+            place=planned.place,
+        )
+        for planned in found.members
+    )
+    # Ids and times are in the room that the store leaves for growth.
+    lease = Lease(
+        lease_id=LeaseId(""),
+        request_id=RequestId(""),
+        caller=Caller(),
+        spec=spec,
+        state=LeaseState.GRANTED,
+        members=members,
+    )
+    return state.fits_store(lease)
 
 
 def _book_all(state: State, lease: LeaseEntry, members: list[MemberEntry]) -> str | None:

@@ -23,8 +23,8 @@ from collections.abc import Iterable
 
 from gpupool.model.ids import HoldId
 from gpupool.model.inventory import Device
-from gpupool.model.request import LabelSelector
-from gpupool_allocator.core.bitsets import Threshold, bits, size_class
+from gpupool.model.request import GpuSlice, LabelSelector, WholeGpus
+from gpupool_allocator.core.bitsets import Threshold, bits, size_class, without
 from gpupool_allocator.core.capacity import DeviceCapacity, Kind, NodeCapacity
 
 WHOLE, PART, JOINED, BACK, TOTAL = "whole", "part", "joined", "back", "total"
@@ -41,7 +41,16 @@ LABEL_MASKS_MAX = 1024
 KINDS_TOLD_MAX = 1024
 """Descriptions of devices whose kind is remembered as they came."""
 
+ANSWERS_MAX = 1024
+"""Questions for devices whose kinds are remembered."""
+
 Head = tuple[str, int, int | str]
+
+Asked = tuple[tuple[str, ...], WholeGpus | GpuSlice | None]
+"""What decides which kinds answer a member: its models, and what it wants of them."""
+
+Answer = tuple[tuple[Kind, ...], frozenset[int]]
+"""Kinds in the order they are tried, and their numbers."""
 
 
 def part_rank(free_share_pct: int, free_memory_mib: int | None) -> int:
@@ -111,7 +120,7 @@ class Labels:
         """Nodes of ``known`` that pass every selector."""
         for selector in selectors:
             mask = self._mask(selector)
-            known &= ~mask if selector.exclude else mask
+            known = without(known, mask) if selector.exclude else known & mask
         return known
 
     def _mask(self, selector: LabelSelector) -> int:
@@ -136,6 +145,7 @@ class ShapeIndex:
 
     def __init__(self) -> None:
         self.kinds: list[Kind] = []
+        self.answers: dict[Asked, Answer] = {}
         self.known = 0
         self.offered = 0
         self.held = 0
@@ -178,7 +188,14 @@ class ShapeIndex:
         if number == len(self.kinds):
             words = frozenset(model.split())
             self.kinds.append(Kind(number, words, low, high, device.sliceable))
+            self.answers.clear()
         return self.kinds[number]
+
+    def remember_answer(self, asked: Asked, answer: Answer) -> None:
+        """Keeps which kinds answer a member, until another kind of device turns up."""
+        if len(self.answers) >= ANSWERS_MAX:
+            self.answers.clear()
+        self.answers[asked] = answer
 
     def cells(self, head: str, kind: int, part: int | str = 0) -> Cells:
         """Cells of a head; empty ones where nothing is in it."""
@@ -187,7 +204,7 @@ class ShapeIndex:
     def reachable(self, passes: frozenset[HoldId]) -> int:
         """Nodes that are offered and under no hold but those in ``passes``."""
         if not passes:
-            return self.offered & ~self.held
+            return without(self.offered, self.held)
         passed = 0
         for hold in passes:
             passed |= self._held_by.get(hold, 0)

@@ -159,7 +159,7 @@ class Pool:
         node.heard(event.unix_s)
         if report.inventory is not None and report.inventory != node.inventory:
             connecting.take_inventory(state, node, report.inventory)
-            connecting.store_node(state, node)
+            state.record_changed(node.node_id)
         settling.take_report(state, node, report, now)
 
     def _time_passed(self, now: float) -> None:
@@ -217,6 +217,13 @@ class Pool:
         """One lease, or None."""
         entry = self._state.leases.get(lease_id)
         return self._state.snapshot(entry) if entry is not None else None
+
+    def expires_at(self, lease_id: LeaseId) -> float | None:
+        """Monotonic time at which a TTL lease expires unless it is renewed; None: never."""
+        lease = self._state.leases.get(lease_id)
+        if lease is None or lease.ttl_s is None:
+            return None
+        return self._state.clocks.get(lease_id, ClockKind.HOLDER)
 
     def leases(
         self,

@@ -165,7 +165,7 @@ def unclaimed(
 ) -> list[UnclaimedAssignment]:
     """Unclaimed assignments by (node id, lease id, rank)."""
     by_place = {
-        (record.node_id, key.lease_id, key.rank): record for key, record in state.unclaimed.items()
+        (key.node_id, key.lease_id, key.rank): record for key, record in state.unclaimed.items()
     }
     found = nsmallest(limit, (place for place in by_place if place > after))
     return [_unclaimed_view(by_place[place]) for place in found]

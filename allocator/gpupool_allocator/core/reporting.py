@@ -16,7 +16,7 @@ from gpupool.model.inventory import StrayCause, StrayProcess
 from gpupool.model.lease import Explanation, LeaseState, MemberState, Place
 from gpupool.model.request import OnFailure
 from gpupool_allocator.core.books import BookingError
-from gpupool_allocator.core.capacity import FAULTY, UNCLEAN
+from gpupool_allocator.core.capacity import FAULTY, UNCLEAN, UnclaimedKey
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.ending import begin_end, member_ended
 from gpupool_allocator.core.entries import (
@@ -42,8 +42,8 @@ def take_assignment_reports(
         member = node.members.get(report.key)
         if member is not None and member.token == report.token:
             _take_report(state, state.leases[report.key.lease_id], member, report, now)
-        elif (record := state.unclaimed.get(report.key)) is not None:
-            same = record.node_id == node.node_id and record.report.token == report.token
+        elif (record := state.unclaimed.get(node.unclaimed_key(report.key))) is not None:
+            same = record.report.token == report.token
             if same and report.state is AssignmentState.ENDED:
                 forget_unclaimed(state, record, "the node ended it")
         # Anything else speaks of an older place: the next desired state ends it there.
@@ -187,6 +187,7 @@ def take_device_reports(state: State, node: NodeEntry, reports: Iterable[DeviceR
         if report.failed != had_failed:
             kind = "device.failed" if report.failed else "device.recovered"
             entry.lost_unix_s = node.seen_before_unix_s if report.failed else 0.0
+            state.record_changed(node.node_id)
             state.out.record(kind, report.uuid, report.reason or "reported by its node")
         if report.failed and not had_failed:
             device_lost(state, report.uuid, report.reason or "the driver has lost it")
@@ -233,7 +234,8 @@ def take_process_notes(state: State, node: NodeEntry, notes: Iterable[ProcessNot
             case ProcessNoteKind.ADOPTED:
                 cause = f"{note.actor} took {what} on {note.device_uuid} into it"
                 details = {**details, "device_uuid": note.device_uuid, "actor": note.actor}
-                state.out.record("process.adopted", note.process.lease_id, cause, details)
+                subject = note.process.lease_id or note.device_uuid
+                state.out.record("process.adopted", subject, cause, details)
 
 
 def _process_text(stray: StrayProcess) -> str:
@@ -257,7 +259,7 @@ def _process_details(node: NodeEntry, stray: StrayProcess) -> dict[str, str]:
 def device_lost(state: State, uuid: DeviceUuid, reason: str) -> None:
     """Applies each lease's policy to the loss of a device."""
     for key in state.books.keys_on(uuid):
-        lease = state.leases.get(key.lease_id)
+        lease = None if isinstance(key, UnclaimedKey) else state.leases.get(key.lease_id)
         if lease is None or not lease.running:
             continue
         if lease.spec.on_failure is OnFailure.WAIT:
@@ -296,6 +298,7 @@ def _record_fault(
     state: State, node: NodeEntry, name: FaultName, cause: str, *, is_open: bool
 ) -> None:
     code, device_uuid = name
+    state.record_changed(node.node_id)
     state.out.record(
         "fault.opened" if is_open else "fault.closed",
         device_uuid or node.node_id,

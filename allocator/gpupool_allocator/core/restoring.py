@@ -1,6 +1,6 @@
 """From the store's records to a running pool: holders get their full TTL anew."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpupool.model.hold import Hold
 from gpupool.model.ids import DeviceUuid, LeaseId, NodeId
@@ -39,8 +39,9 @@ class Restored:
 
 def rebuild(state: State, restored: Restored, now: float, unix_s: float) -> None:
     """Builds the pool from its records; no node is offered until it has spoken."""
+    moved = _moved(restored)
     for node in restored.nodes:
-        _add_node(state, node.node_id, node)
+        _add_node(state, node.node_id, _without(node, moved) if moved else node)
     for lease in sorted(restored.leases, key=_age):
         _add_lease(state, lease, now, unix_s)
     held = set[NodeId]()
@@ -67,25 +68,66 @@ def _age(lease: Lease) -> tuple[float, LeaseId]:
 
 
 def _add_node(state: State, node_id: NodeId, record: NodeRecord | None) -> None:
-    inventory = record.inventory if record is not None else NodeInventory()
+    record = record or NodeRecord(
+        node_id=node_id, boot_id="", agent_version="", inventory=NodeInventory()
+    )
     node = NodeEntry(
         node_id=node_id,
-        boot_id=record.boot_id if record is not None else "",
-        agent_version=record.agent_version if record is not None else "",
+        boot_id=record.boot_id,
+        agent_version=record.agent_version,
         agent_instance_id="",
-        inventory=inventory,
+        inventory=record.inventory,
+        faults=dict.fromkeys(record.faults),
     )
     state.nodes[node_id] = node
-    for device in inventory.devices:
-        node.devices[device.uuid] = DeviceEntry(device=device)
+    missing, failed = set(record.missing), set(record.failed)
+    for device in node.inventory.devices:
+        node.devices[device.uuid] = DeviceEntry(
+            device=device, present=device.uuid not in missing, failed=device.uuid in failed
+        )
         state.device_nodes[device.uuid] = node_id
-    state.put_on_books(node_id, inventory)
+    state.put_on_books(node_id, node.inventory)
+    if missing:
+        # Known to the books first: leases may be on them.
+        present = tuple(each.device for each in node.devices.values() if each.present)
+        node.inventory = replace(node.inventory, devices=present)
+        state.put_on_books(node_id, node.inventory)
+
+
+def _moved(restored: Restored) -> dict[DeviceUuid, NodeId]:
+    """Devices in the records of two nodes, where release 0.1.0 left them, by the node to trust.
+
+    That is the one on which a lease has it, else the first; its node says where it is.
+    """
+    homes: dict[DeviceUuid, NodeId] = {}
+    moved: dict[DeviceUuid, NodeId] = {}
+    for node in restored.nodes:
+        for device in node.inventory.devices:
+            home = homes.setdefault(device.uuid, node.node_id)
+            if home != node.node_id:
+                moved[device.uuid] = home
+    if moved:
+        for lease in restored.leases:
+            for member in lease.members if lease.state not in ENDED else ():
+                for share in member.place.devices:
+                    if share.device_uuid in moved and member.state is not MemberState.ENDED:
+                        moved[share.device_uuid] = member.place.node_id
+    return moved
+
+
+def _without(record: NodeRecord, moved: dict[DeviceUuid, NodeId]) -> NodeRecord:
+    own = tuple(
+        device
+        for device in record.inventory.devices
+        if moved.get(device.uuid, record.node_id) == record.node_id
+    )
+    return replace(record, inventory=replace(record.inventory, devices=own))
 
 
 def _add_unclaimed(state: State, record: UnclaimedRecord) -> None:
     if record.node_id not in state.nodes:
         _add_node(state, record.node_id, None)
-    state.unclaimed[record.report.key] = record
+    state.unclaimed[record.key] = record
     state.nodes[record.node_id].unclaimed[record.report.key] = False
 
 
@@ -112,6 +154,7 @@ def _add_lease(state: State, record: Lease, now: float, unix_s: float) -> None:
                 rank=member.rank,
                 token=member.token,
                 place=member.place,
+                stored_token=member.token,
                 state=member.state,
                 dropped_at=0 if member.state is MemberState.ENDING else None,
             )

@@ -10,7 +10,9 @@ from itertools import islice
 from math import inf
 
 from gpupool.model.ids import HoldId, LeaseId, NodeId
+from gpupool.model.lease import LeaseState
 from gpupool_allocator.core.clocks import ClockKind
+from gpupool_allocator.core.ending import begin_end
 from gpupool_allocator.core.entries import LeaseEntry
 from gpupool_allocator.core.granting import Granted, passes, try_grant
 from gpupool_allocator.core.placement import may_fit_now, soonest
@@ -21,6 +23,9 @@ HEADS_TRIED_MAX = 8
 
 TOLD_MAX = 100
 """Waiting requests whose listeners hear of a new position."""
+
+TOLD_EXACTLY_MAX = 10
+"""The first of them hear of each; the others when it has changed by a tenth."""
 
 ROUNDS_MAX = 4
 """Rounds of one event: places that the head gives up may suit others, and so on."""
@@ -41,10 +46,10 @@ def serve(state: State, now: float) -> None:
     state.queue_changed = False
     for _ in range(ROUNDS_MAX):
         freed, state.freed = list(state.freed), {}
-        granted = _one_pass(state, freed, now)
-        order_changed = order_changed or granted
+        left = _one_pass(state, freed, now)
+        order_changed = order_changed or left
         # A request that comes or goes behind the heads changes nothing for them.
-        if granted or _heads(state) != state.heads or (freed and state.reserved_for is None):
+        if left or _may_choose_anew(state, freed):
             _choose_reservation(state, now)
         if not state.freed:
             break
@@ -57,35 +62,57 @@ def _heads(state: State) -> tuple[LeaseId, ...]:
     return tuple(islice(state.queue, HEADS_TRIED_MAX))
 
 
+def _may_choose_anew(state: State, freed: list[NodeId]) -> bool:
+    """Whether other places might be kept: for a head that is new, or as the present one is gone.
+
+    The heads before the present one were asked and can have none; those behind it wait for it.
+    """
+    heads = _heads(state)
+    if state.reserved_for is None:
+        return bool(freed) or not set(heads) <= set(state.heads)
+    if state.reserved_for not in heads:
+        return True
+    return not set(heads[: heads.index(state.reserved_for)]) <= set(state.heads)
+
+
 def _tell_positions(state: State) -> None:
-    """Lets the first in the queue hear of a position that they have not heard of."""
+    """Lets the first in the queue hear of a position that is news to them.
+
+    Each is an answer with the whole request in it, and a queue moves with every grant.
+    """
     for position, lease_id in zip(range(1, TOLD_MAX + 1), state.queue, strict=False):
         lease = state.leases[lease_id]
-        if lease.position_told != position:
+        told = lease.position_told
+        exactly = told == 0 or position <= TOLD_EXACTLY_MAX
+        if position != told and (exactly or 10 * abs(position - told) >= told):
             lease.position_told = position
             state.told[lease_id] = None
 
 
 def _one_pass(state: State, freed: list[NodeId], now: float) -> bool:
     """Tries every waiting request once; True when one left the queue."""
-    granted = False
+    left = False
     if not freed:
-        return granted  # an arrival lets in nobody who waits already
+        return left  # an arrival lets in nobody who waits already
     for lease_id in list(state.queue):
         lease = state.leases[lease_id]
         through = passes(state, lease.spec, lease_id, now)
         if not may_fit_now(state.books, lease.spec, freed, through):
             continue
         found = try_grant(state, lease, now)
-        if isinstance(found, Granted):
-            state.queue.remove(lease_id)
-            granted = True
+        if isinstance(found, Granted) or found.too_large:
+            if isinstance(found, Granted):
+                state.queue.remove(lease_id)
+            else:
+                # No more room will help it, and it must keep no places from others.
+                begin_end(state, lease, LeaseState.CANCELLED, found.explanation.summary)
+            left = True
             if lease_id == state.reserved_for:
                 _reserve(state, None, (), inf)
         elif found.explanation != lease.explanation:
             lease.explanation = found.explanation
             state.told[lease_id] = None
-    return granted
+    return left
 
 
 def refresh_reservation(state: State, now: float) -> None:

@@ -13,7 +13,8 @@ class PoolSettings:
     ``queue_max``: requests that may wait; one more is refused.
     ``aging_s``: waiting this long is worth one step of priority.
     ``ended_kept``: ended leases remembered, so that a late retry finds its lease.
-    ``prepare_attempts``: places tried for a member that its node cannot prepare.
+    ``prepare_attempts``: times that a member is tried which its node cannot prepare, or
+    prepares and loses again.
     ``reservation_s``: how often the places kept for the queue's head are chosen anew.
     ``reconnects_per_s``: agents told to come back each second after a restart.
     ``version``: told to agents.

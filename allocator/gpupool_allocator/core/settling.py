@@ -21,7 +21,7 @@ from gpupool_allocator.core.reporting import (
     take_process_notes,
 )
 from gpupool_allocator.core.state import State
-from gpupool_allocator.core.unclaimed import forget_unclaimed, keep_unclaimed
+from gpupool_allocator.core.unclaimed import forget_unclaimed, is_unknown, keep_unclaimed
 
 
 def take_report(state: State, node: NodeEntry, report: Report, now: float) -> None:
@@ -70,12 +70,15 @@ def settle_assignments(
         if report.state is not AssignmentState.ENDED
     }
     for key, member in list(node.members.items()):
-        if (key, member.token) not in said and _was_told(member, accepted):
+        if (key, member.token) in said:
+            member.losses = 0 if member.state is MemberState.READY else member.losses
+        elif _was_told(member, accepted):
             lease = state.leases[key.lease_id]
             _settle_unnamed(state, node, lease, member, in_hello=accepted is None)
     keys = {key for key, _ in said}
     for key in [key for key in node.unclaimed if key not in keys]:
-        forget_unclaimed(state, state.unclaimed[key], "the node does not run it any more")
+        record = state.unclaimed[node.unclaimed_key(key)]
+        forget_unclaimed(state, record, "the node does not run it any more")
     for report in strange:
         _settle_strange(state, node, report)
 
@@ -98,13 +101,11 @@ def _settle_unnamed(
         member.begin_anew(member.token)
         return
     cause = f"node {node.node_id} does not run it any more"
-    if was is MemberState.PREPARING:
-        # It took it on and has lost it: a failure to prepare, and as often tried again.
-        lease.prepare_failures += 1
-        if lease.prepare_failures >= state.settings.prepare_attempts:
+    if was in RUNS_ON_NODE:
+        times, how = _count_loss(lease, member)
+        if times >= state.settings.prepare_attempts:
             member.seen = False
-            attempts = f"attempt {lease.prepare_failures}"
-            begin_end(state, lease, LeaseState.FAILED, f"{cause} ({attempts})")
+            begin_end(state, lease, LeaseState.FAILED, f"{cause} ({how})")
             return
     kind = "member.ended" if was is MemberState.ENDING else "member.preparing"
     state.out.record(kind, lease.lease_id, cause, {"rank": str(member.rank)})
@@ -119,6 +120,19 @@ def _settle_unnamed(
     state.lease_changed(lease, tell=was is MemberState.READY)
 
 
+def _count_loss(lease: LeaseEntry, member: MemberEntry) -> tuple[int, str]:
+    """How often it was lost like this, also in words; it is tried again a bounded number of times.
+
+    Lost while it was prepared is a failure to prepare. A ready one may be lost now and
+    then in a long life, by reboots: only losses between which no account named it count.
+    """
+    if member.state is MemberState.PREPARING:
+        lease.prepare_failures += 1
+        return lease.prepare_failures, f"attempt {lease.prepare_failures}"
+    member.losses += 1
+    return member.losses, f"prepared and lost {member.losses} times"
+
+
 def _is_strange(state: State, node: NodeEntry, report: AssignmentReport) -> bool:
     """Whether the node has something that it should be ending, or not have."""
     if report.state is AssignmentState.ENDED:
@@ -128,15 +142,14 @@ def _is_strange(state: State, node: NodeEntry, report: AssignmentReport) -> bool
     if member is not None and member.token == report.token:
         return member.state not in RUNS_ON_NODE and not ending
     if report.key in node.unclaimed:
-        kept = state.unclaimed[report.key].report
+        kept = state.unclaimed[node.unclaimed_key(report.key)].report
         return kept.state is AssignmentState.ENDING and not ending
-    return report.key.lease_id not in state.leases or not ending
+    return not ending or is_unknown(state, node, report)
 
 
 def _settle_strange(state: State, node: NodeEntry, report: AssignmentReport) -> None:
     """Keeps what nobody knows, and has the rest ended by the next desired state."""
-    lease_id = report.key.lease_id
-    if lease_id not in state.leases and report.key not in state.unclaimed and report.place:
+    if report.place and report.key not in node.unclaimed and is_unknown(state, node, report):
         keep_unclaimed(state, node, report)
         return
     state.node_changed(node.node_id)
@@ -145,7 +158,7 @@ def _settle_strange(state: State, node: NodeEntry, report: AssignmentReport) -> 
         node.node_id,
         "the book does not have it there: the node is told again what it shall run",
         {
-            "lease_id": lease_id,
+            "lease_id": report.key.lease_id,
             "rank": str(report.key.rank),
             "token": str(report.token),
             "state": report.state,

@@ -8,18 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from gpupool.model.assignment import (
-    AssignmentKey,
-    AssignmentState,
-    DesiredState,
-    HolderWatch,
-)
+from gpupool.model.assignment import AssignmentState, DesiredState, HolderWatch
 from gpupool.model.hold import Hold
 from gpupool.model.ids import CommandId, DeviceUuid, HoldId, LeaseId, NodeId
 from gpupool.model.inventory import NodeInventory
 from gpupool.model.lease import Lease, LeaseState
 from gpupool.model.request import NODE_LABEL
 from gpupool_allocator.core.books import Books
+from gpupool_allocator.core.capacity import UnclaimedKey
 from gpupool_allocator.core.clocks import ClockKind, Clocks
 from gpupool_allocator.core.effects import Answer, Delete, Put, SendDesired, UnclaimedRecord
 from gpupool_allocator.core.entries import RUNS_ON_NODE, LeaseEntry, NodeEntry
@@ -36,7 +32,8 @@ class State:
     ``freed``: nodes on which something became available during this event.
     ``heads``: the waiting requests that were asked last whether to keep places for them.
     ``with_strays``: devices with processes that should not be on them, and how many.
-    ``changed_nodes``: nodes whose desired state must be sent.
+    ``changed_nodes``: nodes whose desired state must be sent. ``changed_records``: nodes to
+    be stored.
     ``changed_leases``: leases to be stored; those in ``told`` are also shown to
     their listeners.
     """
@@ -59,8 +56,8 @@ class State:
     reserved_for: LeaseId | None = None
     heads: tuple[LeaseId, ...] = ()
     reserved_until: float = 0.0
-    unclaimed: dict[AssignmentKey, UnclaimedRecord] = field(
-        default_factory=dict[AssignmentKey, UnclaimedRecord]
+    unclaimed: dict[UnclaimedKey, UnclaimedRecord] = field(
+        default_factory=dict[UnclaimedKey, UnclaimedRecord]
     )
     tokens_issued: int = 0
     read_only: str = ""
@@ -68,6 +65,7 @@ class State:
     queue_changed: bool = False
     with_strays: dict[DeviceUuid, int] = field(default_factory=dict[DeviceUuid, int])
     changed_nodes: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
+    changed_records: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
     changed_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
     told: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])
 
@@ -89,6 +87,10 @@ class State:
     def node_changed(self, node_id: NodeId) -> None:
         """Marks a node to be sent its desired state."""
         self.changed_nodes[node_id] = None
+
+    def record_changed(self, node_id: NodeId) -> None:
+        """Marks a node to be stored."""
+        self.changed_records[node_id] = None
 
     def node_freed(self, node_id: NodeId) -> None:
         """Notes that something may have become available on a node."""
@@ -149,6 +151,8 @@ class State:
 
     def flush(self) -> None:
         """Turns the marks of this event into effects."""
+        for node_id in self.changed_records:
+            self.out.put("node", node_id, Put(record=self.nodes[node_id].record()))
         for lease_id in self.changed_leases:
             lease = self.leases.get(lease_id)
             if lease is not None:
@@ -157,7 +161,8 @@ class State:
             self._tell(self.leases.get(lease_id))
         for node_id in self.changed_nodes:
             self._send_desired(self.nodes.get(node_id))
-        self.changed_leases, self.told, self.changed_nodes = {}, {}, {}
+        self.changed_records, self.changed_leases = {}, {}
+        self.told, self.changed_nodes = {}, {}
 
     def _tell(self, lease: LeaseEntry | None) -> None:
         if lease is None or not lease.listeners:
@@ -204,7 +209,8 @@ class State:
             unclaimed=tuple(
                 key
                 for key in node.unclaimed
-                if self.unclaimed[key].report.state is not AssignmentState.ENDING
+                if self.unclaimed[node.unclaimed_key(key)].report.state
+                is not AssignmentState.ENDING
             ),
         )
 

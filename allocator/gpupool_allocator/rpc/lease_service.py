@@ -1,6 +1,8 @@
 """Leases: asking for them, keeping, watching and ending them."""
 
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from grpc import aio
@@ -21,6 +23,7 @@ from gpupool.wire.resources import lease_to_proto
 from gpupool.wire.views import dry_run_result_to_proto
 from gpupool_allocator.core.effects import KeptAlive
 from gpupool_allocator.core.events import Watch
+from gpupool_allocator.core.pool import Pool
 from gpupool_allocator.engine import AnswerStream, Engine, FinalAnswer, RefusedError, Result
 from gpupool_allocator.rpc.callers import ForwardKeys
 from gpupool_allocator.rpc.commands import LeaseCommands
@@ -92,7 +95,8 @@ class LeaseService:
         """Reads one lease."""
         self._keys.sender(context)
         lease_id = lease_id_from_proto(request.lease_id)
-        lease = await self._engine.read(lambda pool: pool.lease(lease_id))
+        found = await self._engine.read(lambda pool: _dated(pool, [pool.lease(lease_id)]))
+        lease = next(iter(found), None)
         if lease is None:
             raise RefusedError(
                 Refused(kind=ErrorKind.NOT_FOUND, message=f"no lease {lease_id}", field="lease_id")
@@ -108,12 +112,15 @@ class LeaseService:
         filters = (*sorted(ask.states), ask.tenant, ask.node_id)
         (after,) = page_after("leases", filters, ask.page_token, 1)
         leases = await self._engine.read(
-            lambda pool: pool.leases(
-                after=after,
-                limit=ask.page_size + 1,
-                states=ask.states,
-                tenant=ask.tenant,
-                node_id=ask.node_id,
+            lambda pool: _dated(
+                pool,
+                pool.leases(
+                    after=after,
+                    limit=ask.page_size + 1,
+                    states=ask.states,
+                    tenant=ask.tenant,
+                    node_id=ask.node_id,
+                ),
             )
         )
         shown = leases[: ask.page_size]
@@ -159,6 +166,17 @@ class LeaseService:
                 await context.write(response(lease=lease_to_proto(lease)))
         finally:
             self._engine.abandon(command_id)
+
+
+def _dated(pool: Pool, leases: Iterable[Lease | None]) -> list[Lease]:
+    """The leases that there are, with the wall time at which each expires unless renewed."""
+    now, unix_s = time.monotonic(), time.time()
+    dated: list[Lease] = []
+    for lease in leases:
+        if lease is not None:
+            at = pool.expires_at(lease.lease_id)
+            dated.append(lease if at is None else replace(lease, expire_unix_s=unix_s + at - now))
+    return dated
 
 
 def _acquire_result(result: Result) -> pb.AcquireResult:

@@ -43,17 +43,21 @@ CREATE INDEX history_subject ON history (subject);
 """
 
 
-def open_database(path: Path) -> sqlite3.Connection:
+def open_database(path: Path, *, missed: StoreUnusableError | None = None) -> sqlite3.Connection:
     """Opens the store's file for writing, and makes it where there is none.
 
-    Raises StoreUnusableError for a file that is damaged, is not a store, or is of a
-    newer program; StoreFullError when the disk has no room to open it.
+    ``missed``: a store has been here, and this is raised where it is empty or gone. Raises
+    StoreUnusableError for a file that is damaged, is not a store, or is of a newer
+    program; StoreFullError when the disk has no room to open it.
     """
+    # Before SQLite looks at it: the log of an emptied file is the last that is left of it.
+    if missed is not None and not (path.exists() and path.stat().st_size):
+        raise missed
     _make_file(path)
     database = connect(path)
     try:
         with _opening(path):
-            _check_owner(path, database)
+            _check_owner(path, database, missed)
             _configure(path, database)
             _make_schema(database)
             _check_version(path, database)
@@ -115,11 +119,15 @@ def _opening(path: Path) -> Generator[None]:
         raise StoreError(f"{path} cannot be opened: {error}") from error
 
 
-def _check_owner(path: Path, database: sqlite3.Connection) -> None:
+def _check_owner(
+    path: Path, database: sqlite3.Connection, missed: StoreUnusableError | None
+) -> None:
     (tables,) = database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     (owner,) = database.execute("PRAGMA application_id").fetchone()
     if tables and owner != APPLICATION_ID:
         raise StoreUnusableError(f"{path} is a database, but not a store of this program")
+    if not tables and missed is not None:
+        raise missed
 
 
 def _configure(path: Path, database: sqlite3.Connection) -> None:

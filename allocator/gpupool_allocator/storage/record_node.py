@@ -230,11 +230,15 @@ def _inventory_from_json(shape: Json, hcas: tuple[Hca, ...]) -> NodeInventory:
 
 def node_to_json(node: NodeRecord) -> Json:
     """Shape of a node without its id, which is the record's key."""
-    return {
-        "boot_id": node.boot_id,
-        "agent_version": node.agent_version,
-        "inventory": _inventory_to_json(node.inventory),
-    }
+    shape: Json = {"boot_id": node.boot_id, "agent_version": node.agent_version}
+    if node.missing:
+        shape["missing"] = node.missing
+    if node.failed:
+        shape["failed"] = node.failed
+    if node.faults:
+        shape["faults"] = node.faults
+    shape["inventory"] = _inventory_to_json(node.inventory)  # last: see parse_node
+    return shape
 
 
 def parse_node(value: bytes) -> Json:
@@ -257,4 +261,7 @@ def node_from_json(key: str, shape: Json) -> NodeRecord:
         boot_id=shape["boot_id"],
         agent_version=shape["agent_version"],
         inventory=_inventory_from_json(shape["inventory"], _hcas_from_json(shape)),
+        missing=tuple(shape.get("missing", ())),
+        failed=tuple(shape.get("failed", ())),
+        faults=tuple((code, uuid) for code, uuid in shape.get("faults", ())),
     )

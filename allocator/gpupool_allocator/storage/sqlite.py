@@ -27,6 +27,7 @@ from gpupool_allocator.storage.database import (
     reading,
 )
 from gpupool_allocator.storage.lock import StoreLock
+from gpupool_allocator.storage.mark import StoreMark
 from gpupool_allocator.storage.reserve import Reserve
 from gpupool_allocator.storage.store import (
     EpochLostError,
@@ -34,6 +35,7 @@ from gpupool_allocator.storage.store import (
     StoredValue,
     StoreError,
     StoreFullError,
+    StoreUnusableError,
 )
 
 MIB = 1024 * 1024
@@ -66,7 +68,9 @@ WHERE sequence > ? AND subject = ? ORDER BY sequence LIMIT ?"""
 
 
 class SqliteStore:
-    """Store and History in the file ``path``, which is made where there is none.
+    """Store and History in the file ``path``, which is made where there has been none.
+
+    Where one has been and is empty or gone, ``new_store`` says that a new one may begin.
 
     The store takes at most ``max_bytes`` of which ``reserve_bytes`` are kept back for
     a full disk (8 MiB; the file's write-ahead log, some MiB, comes on top). The newest
@@ -86,6 +90,7 @@ class SqliteStore:
         reserve_bytes: int = RESERVE_BYTES_DEFAULT,
         history_max: int = HISTORY_MAX_DEFAULT,
         deletions_max: int = DELETIONS_MAX_DEFAULT,
+        new_store: bool = False,
     ) -> None:
         _check_settings(max_bytes, reserve_bytes, history_max, deletions_max)
         self._path = path.resolve()
@@ -100,8 +105,10 @@ class SqliteStore:
             self._reserve = Reserve(
                 self._path.with_name(self._path.name + ".reserve"), reserve_bytes
             )
-            self._database = self._open()
+            mark = StoreMark(self._path)
+            self._database = self._open(mark.missed() if mark.is_there and not new_store else None)
             resources.callback(self._database.close)
+            mark.set()
             self._reader = connect_reader(self._path)
             resources.callback(self._reader.close)
             self._limit_file()
@@ -228,14 +235,14 @@ class SqliteStore:
         """See Store."""
         self._resources.close()
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self, missed: StoreUnusableError | None) -> sqlite3.Connection:
         try:
-            return open_database(self._path)
+            return open_database(self._path, missed=missed)
         except StoreFullError:
             # The way out must also be open to a process that starts on a full disk.
             if not self._reserve.give_up():
                 raise
-            return open_database(self._path)
+            return open_database(self._path, missed=missed)
 
     def _write(
         self, database: sqlite3.Connection, writes: Sequence[Operation], revision: int

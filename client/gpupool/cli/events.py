@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpupool.cli.output import Column, Listing, takes_output
+from gpupool.cli.named import check_subject
+from gpupool.cli.output import Column, Listing, printable, takes_output
 from gpupool.cli.session import Session, takes_address
 from gpupool.cli.words import utc
 from gpupool.model.event import Event
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
+
+    from gpupool.client import Client
 
 
 def _to_proto(event: Event) -> Message:
@@ -61,9 +64,29 @@ def events(session: Session, after: int, subject: str, follow: bool, output: str
     if after < 0 and not follow:
         raise click.UsageError("--after -1 means only new ones: it needs --follow")
     with session.client() as client:
-        found = client.events(after=after, subject=subject, follow=follow)
         if not follow:
+            found = list(client.events(after=after, subject=subject))
+            if subject and not found:
+                check_subject(client, subject)
             EVENTS.show(found, output)
             return
-        for event in found:
+        _say_what_is_waited_for(client, after, subject)
+        for event in client.events(after=after, subject=subject, follow=True):
             EVENTS.show_next(event, output)
+
+
+def _say_what_is_waited_for(client: Client, after: int, subject: str) -> None:
+    """What is to be followed may never come: then the wait says what it is for."""
+    from gpupool.errors import NotFoundError
+
+    newest = client.newest_event()
+    if after > newest:
+        click.echo(
+            f"gpupool: after: the newest event is {newest}, waiting for those after {after}",
+            err=True,
+        )
+    if subject:
+        try:
+            check_subject(client, subject)
+        except NotFoundError as unknown:
+            click.echo(f"gpupool: {printable(unknown.message)}; waiting for it", err=True)

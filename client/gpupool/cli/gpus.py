@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from gpupool.cli.matrix import LEGEND, matrix_data, matrix_table
+from gpupool.cli.named import check_node
 from gpupool.cli.output import Column, Listing, encoded, takes_output
 from gpupool.cli.session import Session, takes_address
 from gpupool.cli.words import ago, few
-from gpupool.model.views import DeviceView
+from gpupool.model.views import DeviceState, DeviceView
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -29,6 +30,19 @@ def _used(view: DeviceView) -> str:
     return "" if pct is None else f"{pct}%"
 
 
+def _is_offered(view: DeviceView) -> bool:
+    """Whether anything of it can be granted: what is gone or held back is not free."""
+    return view.state is not DeviceState.UNAVAILABLE and not view.last_seen_unix_s
+
+
+def _free_share(view: DeviceView) -> str:
+    return f"{view.free_share_pct}%" if _is_offered(view) else ""
+
+
+def _free_memory(view: DeviceView) -> int | None:
+    return view.free_memory_mib if _is_offered(view) else None
+
+
 def _why(view: DeviceView) -> str:
     reasons = list(view.reasons)
     if view.last_seen_unix_s:
@@ -43,8 +57,8 @@ DEVICES: Listing[DeviceView] = Listing(
         Column("UUID", lambda view: view.device.uuid),
         Column("MODEL", lambda view: view.device.model),
         Column("STATE", lambda view: view.state),
-        Column("FREE", lambda view: f"{view.free_share_pct}%", right=True),
-        Column("FREE MIB", lambda view: view.free_memory_mib, right=True),
+        Column("FREE", _free_share, right=True),
+        Column("FREE MIB", _free_memory, right=True),
         Column("BUSY", _used, right=True),
         Column("LEASES", lambda view: few(list(view.lease_ids), 2)),
         Column("WHY NOT OFFERED", _why),
@@ -75,15 +89,15 @@ def gpus(session: Session, node_id: str, output: str, *, matrix: bool) -> None:
         found = sorted(
             client.devices(node_id=node_id), key=lambda view: (view.node_id, view.device.index)
         )
+        if node_id and not found:
+            check_node(client, node_id)
         DEVICES.show(found, output)
 
 
 def _show_matrices(client: Client, node_id: str, output: str) -> None:
     nodes = [node for node in client.nodes() if node_id in ("", node.node_id)]
     if node_id and not nodes:
-        from gpupool.errors import NotFoundError
-
-        raise NotFoundError(f"node: {node_id!r} is not known", field="node")
+        check_node(client, node_id)
     if output != "table":
         click.echo(encoded(matrix_data(nodes), output))
         return

@@ -3,9 +3,17 @@
 import click
 
 from gpupool.cli.child import NOT_EXECUTABLE, NOT_FOUND
+from gpupool.cli.spec_file import EXAMPLE
 from gpupool.model.errors import ErrorKind
 
 INTERRUPTED = 130
+
+SPEC_FILE = """\
+A file for --spec (of run, lease create and explain) holds one request, a LeaseSpec, in YAML
+or JSON, complete: no other option says more of it. Its fields are those of LeaseSpec in
+protos/gpupool/v1/resources.proto, which gives their ranges, as "gpupool lease show LEASE -o yaml"
+shows them under "spec". Times are as in options: 30s, 2h. What is not accepted is told by
+its path, its value and what is accepted there. An example:"""
 
 
 def exit_codes() -> list[tuple[int, str]]:
@@ -24,17 +32,23 @@ def exit_codes() -> list[tuple[int, str]]:
 
 
 @click.command(
-    name="help", epilog="\b\nExamples:\n  gpupool help lease create\n  gpupool help exit-codes"
+    name="help",
+    epilog="\b\nExamples:\n  gpupool help lease create\n  gpupool help exit-codes\n"
+    "  gpupool help spec-file",
 )
-@click.argument("words", metavar="[COMMAND... | exit-codes]", nargs=-1)
+@click.argument("words", metavar="[COMMAND... | exit-codes | spec-file]", nargs=-1)
 @click.pass_context
 def help_command(context: click.Context, words: tuple[str, ...]) -> None:
-    """Shows the help of a command, or what exit codes mean."""
+    """Shows the help of a command, what exit codes mean, or a spec file."""
     if words == ("exit-codes",):
         click.echo("gpupool run gives back its command's exit code, 128+n for signal n.")
         click.echo("Codes of our own; 75 says that trying again later may help:\n")
         for code, meaning in exit_codes():
             click.echo(f"{code:>5}  {meaning}")
+        return
+    if words == ("spec-file",):
+        click.echo(f"{SPEC_FILE}\n")
+        click.echo(EXAMPLE, nl=False)
         return
     found = context.find_root()
     for word in words:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from gpupool.cli.named import check_node
 from gpupool.cli.output import Column, Listing, printable, table, takes_output
 from gpupool.cli.session import Session, takes_address
 from gpupool.cli.shape import shape_of, takes_shape
@@ -23,7 +24,7 @@ from gpupool.cli.words import (
     state_of,
     utc,
 )
-from gpupool.model.lease import Lease, LeaseState, Member
+from gpupool.model.lease import ENDED, Lease, LeaseState, Member
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -136,7 +137,10 @@ def list_leases(
     """Lists leases: those that have not ended, unless --state says others."""
     wanted = [LeaseState(state) for state in states]
     with session.client() as client:
-        LEASES.show(client.list_leases(states=wanted, tenant=tenant, node_id=node_id), output)
+        found = list(client.list_leases(states=wanted, tenant=tenant, node_id=node_id))
+        if node_id and not found:
+            check_node(client, node_id)
+    LEASES.show(found, output)
 
 
 @lease.command(epilog="\b\nExample:\n  gpupool lease show LEASE -o yaml")
@@ -270,7 +274,9 @@ def _facts(found: Lease) -> Iterable[tuple[str, object]]:
     yield "priority", found.spec.priority
     yield "created", utc(found.create_unix_s)
     if found.end_unix_s is not None:
-        yield "ends", utc(found.end_unix_s)
+        yield "ended" if found.state in ENDED else "ends", utc(found.end_unix_s)
+    if found.expire_unix_s is not None:
+        yield "expires", f"{utc(found.expire_unix_s)} unless it is renewed"
     if found.process is not None:
         yield "held by", f"process {found.process.pid} on {found.process.node_id}"
     else:

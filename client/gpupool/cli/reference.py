@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import click
 
-from gpupool.cli.help import exit_codes
+from gpupool.cli.help import SPEC_FILE, exit_codes
 from gpupool.cli.main import cli
+from gpupool.cli.spec_file import EXAMPLE
 
 _WIDTH = 100
 
@@ -26,6 +27,14 @@ def reference() -> str:
         "| code | meaning |",
         "|---|---|",
         *(f"| {code} | {meaning} |" for code, meaning in exit_codes()),
+        "",
+        "## Spec files",
+        "",
+        SPEC_FILE,
+        "",
+        "```yaml",
+        *EXAMPLE.splitlines(),
+        "```",
     ]
     # Made by the command, so that it has the command's own settings: -h, for one.
     root = cli.make_context(

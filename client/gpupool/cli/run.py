@@ -20,6 +20,7 @@ from gpupool.model.lease import ENDED, LeaseState
 
 if TYPE_CHECKING:
     from gpupool.client import Lease as HeldLease
+    from gpupool.errors import GpupoolError
     from gpupool.model.lease import Lease
     from gpupool.sdk.asking import Ask
 
@@ -103,8 +104,9 @@ def run(
     ask = cast("Ask", shape_of(options))
     if wait is not None:
         ask["wait"] = wait
+    narrator = Narrator(quiet=quiet)
     with signals_kept():
-        client = session.client()
+        client = session.client(on_outage=narrator.tell_outage)
     from gpupool.sdk.channel import is_agent_socket
 
     if ttl is not None:
@@ -113,14 +115,12 @@ def run(
         ask["process"] = True
     if is_agent_socket(client.address) and ask.get("replicas", 1) == 1:
         ask["on_caller_node"] = True
-    with client, signals_end_us():
-        narrator = Narrator(quiet=quiet)
-        with client.lease(on_change=narrator.tell, **ask) as lease:
-            narrator.tell_members_elsewhere(lease)
-            words = container_command(container, command, lease.env) if container else command
-            if print_only:
-                return _hold(lease, words, narrator)
-            return _under_lease(lease, words, narrator)
+    with client, signals_end_us(), client.lease(on_change=narrator.tell, **ask) as lease:
+        narrator.tell_members_elsewhere(lease)
+        words = container_command(container, command, lease.env) if container else command
+        if print_only:
+            return _hold(lease, words, narrator)
+        return _under_lease(lease, words, narrator)
 
 
 def _container(
@@ -215,6 +215,10 @@ class Narrator:
                 self._end(lease)
             case _:
                 pass  # granted: the nodes prepare, which takes a moment
+
+    def tell_outage(self, error: GpupoolError, patience_s: float) -> None:
+        """Says what is waited for while the pool cannot be reached."""
+        self._say(f"{error.message}; tried again for {patience_s:g} s, Ctrl-C ends that")
 
     def tell_members_elsewhere(self, lease: HeldLease) -> None:
         """Points at the other members, which nobody starts, and at GPUs of another host."""

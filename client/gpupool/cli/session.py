@@ -10,6 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from gpupool.client import Client
+    from gpupool.sdk.calls import OnOutage
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -25,11 +26,11 @@ class Session:
 
     address: str | None = None
 
-    def client(self) -> Client:
+    def client(self, on_outage: OnOutage | None = None) -> Client:
         """A client of the pool, for ``with``. Raises InvalidRequestError."""
         from gpupool.client import Client
 
-        return Client(self.address)
+        return Client(self.address, on_outage=on_outage)
 
 
 def takes_address(command: _Command) -> _Command:

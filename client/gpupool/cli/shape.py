@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gpupool.cli.spec_file import spec_from_file
 from gpupool.model.request import LabelSelector, Level, OnFailure, WorkloadClass
 
 if TYPE_CHECKING:
-    from gpupool.model.request import LeaseSpec
     from gpupool.sdk.asking import Shape
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -83,7 +83,8 @@ OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "spec_file",
         metavar="FILE",
         type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-        help="A LeaseSpec in JSON or YAML, for several groups; instead of all the above.",
+        help="A LeaseSpec in JSON or YAML, for several groups; instead of all the above. See "
+        '"gpupool help spec-file".',
     ),
 )
 
@@ -103,7 +104,7 @@ def shape_of(options: dict[str, Any]) -> Shape:
         if given:
             option = next(iter(given)).replace("_", "-")
             raise click.UsageError(f"--{option} is not accepted beside --spec, which is complete")
-        return {"spec": _spec_from_file(spec_file)}
+        return {"spec": spec_from_file(spec_file)}
     if not given.keys() & {"gpus", "memory", "cpu", "host_memory"}:
         raise click.UsageError("say what is needed: --gpus, --memory, --cpu or --spec")
     if "selectors" in given:
@@ -128,25 +129,3 @@ def _pair(option: str, text: str) -> tuple[str, str]:
     if not equals:
         raise click.UsageError(f"{option}: {text!r} is not in NAME=VALUE")
     return name, value
-
-
-def _spec_from_file(path: Path) -> LeaseSpec:
-    import yaml
-    from google.protobuf.json_format import ParseDict, ParseError
-
-    from gpupool.errors import InvalidRequestError
-    from gpupool.v1.resources_pb2 import LeaseSpec as LeaseSpecMessage
-    from gpupool.wire.errors import BadField
-    from gpupool.wire.request import lease_spec_from_proto
-
-    try:
-        with click.open_file(str(path)) as file:
-            data: object = yaml.safe_load(file)  # JSON is YAML
-        if not isinstance(data, dict):
-            raise InvalidRequestError(f"spec: {path} holds no LeaseSpec", field="spec")
-        fields = cast("dict[str, Any]", data)
-        return lease_spec_from_proto(ParseDict(fields, LeaseSpecMessage()))
-    except BadField as bad:
-        raise InvalidRequestError(str(bad), field=bad.field) from bad
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ParseError) as error:
-        raise InvalidRequestError(f"spec: {path}: {error}", field="spec") from error

@@ -150,9 +150,16 @@ class StrayProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """A node as it is stored: a node that never comes back is missed, not forgotten."""
+    """A node as it is stored: a node that never comes back is missed, not forgotten.
+
+    ``missing`` and ``failed`` name devices of the inventory, ``faults`` codes with the device
+    that each is about (None: the node): what history has said of them and not taken back.
+    """
 
     node_id: NodeId
     boot_id: str
     agent_version: str
     inventory: NodeInventory
+    missing: tuple[DeviceUuid, ...] = ()
+    failed: tuple[DeviceUuid, ...] = ()
+    faults: tuple[tuple[str, DeviceUuid | None], ...] = ()

@@ -130,6 +130,7 @@ class Lease:
     Times ending in ``_unix_s`` are wall time, for people and records only.
     ``end_unix_s`` is when it ended, or before that when its max_duration ends it.
     ``ttl_s`` is None for a process-bound lease, ``process`` for a TTL lease.
+    ``expire_unix_s`` is when a TTL lease expires unless it is renewed, where that was asked.
     ``ending_as`` is the final state that a releasing lease is on its way to.
     """
 
@@ -146,6 +147,7 @@ class Lease:
     create_unix_s: float = 0.0
     grant_unix_s: float | None = None
     end_unix_s: float | None = None
+    expire_unix_s: float | None = None
     ending_as: LeaseState | None = None
     position: int = 0
     explanation: Explanation = field(default=NO_EXPLANATION)

@@ -21,15 +21,19 @@ REFUSAL_KEY = "gpupool-refusal-bin"
 BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 5.0
 
+OnOutage = Callable[[GpupoolError, float], None]
+"""Hears that the pool cannot be reached, and for how long that is tried again, seconds."""
+
 _Result = TypeVar("_Result")
 
 
 class Backoff:
     """Growing pauses with jitter, so that a thousand clients do not return at once."""
 
-    def __init__(self, patience_s: float | None) -> None:
-        """``patience_s``: how long an outage may last in all; None: for ever."""
+    def __init__(self, patience_s: float | None, on_outage: OnOutage | None = None) -> None:
+        """``patience_s``: how long an outage may last in all; None: for ever, and untold."""
         self._patience_s = patience_s
+        self._on_outage = on_outage
         self._pause_s = BACKOFF_S_MIN
         self._since: float | None = None
 
@@ -41,10 +45,13 @@ class Backoff:
     async def pause(self, error: GpupoolError) -> None:
         """Waits before the next try; raises ``error`` when patience has ended."""
         now = time.monotonic()
-        if self._since is None:
-            self._since = now
-        if self._patience_s is not None and now - self._since >= self._patience_s:
-            raise error
+        begins = self._since is None
+        since = self._since = now if self._since is None else self._since
+        if self._patience_s is not None:
+            if now - since >= self._patience_s:
+                raise error
+            if begins and self._on_outage is not None:
+                self._on_outage(error, self._patience_s)
         await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
         self._pause_s = min(self._pause_s * 2, BACKOFF_S_MAX)
 
@@ -77,14 +84,13 @@ async def call(
     *,
     address: str,
     timeout_s: float,
-    patience_s: float,
+    backoff: Backoff,
 ) -> _Result:
     """One unary call that may be repeated: ``read`` of its response.
 
-    Tried again while the pool cannot be reached, for ``patience_s`` in all; each try
-    may take ``timeout_s``. Raises GpupoolError.
+    Tried again while the pool cannot be reached, as long as ``backoff`` has patience;
+    each try may take ``timeout_s``. Raises GpupoolError.
     """
-    backoff = Backoff(patience_s)
     while True:
         try:
             return await attempt(method(request, timeout=timeout_s), read, address)

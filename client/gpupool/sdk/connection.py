@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from grpc import aio
 
-from gpupool.sdk.calls import call, error_from_rpc, senseless
+from gpupool.sdk.calls import Backoff, OnOutage, call, error_from_rpc, senseless
 from gpupool.sdk.channel import open_channel, resolve_address
 from gpupool.v1.agent_pb2_grpc import AgentServiceStub
 from gpupool.v1.lease_pb2_grpc import LeaseServiceStub
@@ -24,7 +24,8 @@ class Connection:
     """A channel to ``address`` and its stubs.
 
     ``timeout_s`` bounds each try of a unary call, ``retry_s`` how long a change is
-    tried again while the pool cannot be reached. Made inside a running loop.
+    tried again while the pool cannot be reached, of which ``on_outage`` hears when it
+    begins. Made inside a running loop.
     """
 
     def __init__(
@@ -33,7 +34,9 @@ class Connection:
         *,
         timeout_s: float = CALL_TIMEOUT_S,
         retry_s: float = RETRY_S,
+        on_outage: OnOutage | None = None,
     ) -> None:
+        self._on_outage = on_outage
         self.address = resolve_address(address)
         self.timeout_s = timeout_s
         self.retry_s = retry_s
@@ -46,7 +49,7 @@ class Connection:
         self, method: Callable[..., Any], request: object, read: Callable[[Any], _Result]
     ) -> _Result:
         """``read`` of the response of a call that changes nothing. Raises GpupoolError."""
-        return await self._call(method, request, read, READ_RETRY_S)
+        return await self._call(method, request, read, Backoff(READ_RETRY_S))
 
     async def change(
         self,
@@ -54,11 +57,14 @@ class Connection:
         request: object,
         read: Callable[[Any], _Result],
         *,
-        patience_s: float | None = None,
+        backoff: Backoff | None = None,
     ) -> _Result:
         """``read`` of the response of a change that may be repeated. Raises GpupoolError."""
-        patience_s = self.retry_s if patience_s is None else patience_s
-        return await self._call(method, request, read, patience_s)
+        return await self._call(method, request, read, backoff or self.backoff(self.retry_s))
+
+    def backoff(self, patience_s: float) -> Backoff:
+        """Pauses between tries, for so long in all; who made the client hears of them."""
+        return Backoff(patience_s, self._on_outage)
 
     async def stream(
         self, method: Callable[..., Any], request: object, read: Callable[[Any], _Result]
@@ -87,7 +93,7 @@ class Connection:
         method: Callable[..., Any],
         request: object,
         read: Callable[[Any], _Result],
-        patience_s: float,
+        backoff: Backoff,
     ) -> _Result:
         return await call(
             method,
@@ -95,5 +101,5 @@ class Connection:
             read,
             address=self.address,
             timeout_s=self.timeout_s,
-            patience_s=patience_s,
+            backoff=backoff,
         )

@@ -27,6 +27,13 @@ from gpupool.wire.resources import lease_from_proto
 GIVE_UP_S = 5.0
 """Longest time that leaving a request may take, for its lease to be found and ended."""
 
+LEAVE_S = 10.0
+"""Longest time that leaving a lease may take: over a restart of the pool. It ends by its own
+clock or with its holder in any case."""
+
+HURRY_S = 1.0
+"""The same for somebody who is interrupted once more, or where nobody answers anyway."""
+
 OnChange = Callable[[Lease], None]
 
 log = logging.getLogger("gpupool")
@@ -85,6 +92,7 @@ class AsyncLease:
         self._on_change = on_change
         self._lease: Lease | None = None
         self._asked = False
+        self._unreachable = False
         self._lost = False
         self._following: asyncio.Task[None] | None = None
 
@@ -150,6 +158,9 @@ class AsyncLease:
 
     async def release(self, reason: str = "") -> None:
         """Ends the lease; ending an ended one is no error. Raises GpupoolError."""
+        await self._release(reason, self._connection.retry_s)
+
+    async def _release(self, reason: str, patience_s: float) -> None:
         self._stop_following()
         if self._lease is None:
             return
@@ -159,7 +170,10 @@ class AsyncLease:
         request = lease_pb2.ReleaseRequest(lease_id=self._lease.lease_id, reason=reason)
         try:
             released = await self._connection.change(
-                self._connection.leases.Release, request, read_lease
+                self._connection.leases.Release,
+                request,
+                read_lease,
+                backoff=self._connection.backoff(patience_s),
             )
         except NotFoundError:
             self._lost = True  # ended so long ago that the pool has forgotten it
@@ -181,7 +195,7 @@ class AsyncLease:
         self._lost = True
 
     async def _until_active(self) -> None:
-        backoff = Backoff(self._connection.retry_s)
+        backoff = self._connection.backoff(self._connection.retry_s)
         request = acquire_ask_to_proto(self._ask)
         while True:
             self._asked = True
@@ -193,6 +207,7 @@ class AsyncLease:
                 if not worth_retrying(failure):
                     self._asked = False  # a clear answer: nothing is held unseen
                     raise
+                self._unreachable = True
                 error = failure
             if self._lease is not None and self._lease.state in ENDED:
                 raise LeaseEndedError(self._lease)
@@ -204,6 +219,7 @@ class AsyncLease:
         async with aclosing(stream) as states:
             async for lease in states:
                 backoff.reset()
+                self._unreachable = False
                 self._see(lease)
                 if lease.state is LeaseState.ACTIVE:
                     return True
@@ -236,7 +252,7 @@ class AsyncLease:
 
     async def _give_up(self) -> None:
         try:
-            async with asyncio.timeout(GIVE_UP_S):
+            async with asyncio.timeout(HURRY_S if self._unreachable else GIVE_UP_S):
                 if self._lease is None and self._asked:
                     await self._find()
                 await self._leave("given up")
@@ -257,18 +273,23 @@ class AsyncLease:
             log.debug("nothing to give up: %s", error)
 
     async def _leave(self, reason: str) -> None:
+        patience_s = min(self._connection.retry_s, LEAVE_S)
         try:
-            await self.release(reason)
-        except GpupoolError as error:
+            async with asyncio.timeout(LEAVE_S):
+                await self._release(reason, patience_s)
+        except (GpupoolError, TimeoutError) as error:
             # The work is done; that its lease ends by its clock must not undo it.
-            log.warning("lease %s could not be released: %s", self.id, error)
+            why = str(error) or f"no answer within {LEAVE_S:g} s"
+            log.warning("lease %s was not released and ends by itself: %s", self.id, why)
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Does ``work`` even if the caller is cancelled meanwhile, and cancels it then."""
+    """Does ``work`` though the caller is cancelled meanwhile: then it has to hurry."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait({task})
+        if (await asyncio.wait({task}, timeout=HURRY_S))[1]:
+            task.cancel()
+            await asyncio.wait({task})
         raise

@@ -32,20 +32,35 @@ class LoopThread:
         if self._loop.is_closed():
             coroutine.close()
             raise WrongStateError("the client is closed")
-        ended = threading.Event()
+        given_up, ended = threading.Event(), threading.Event()
+        tasks: list[asyncio.Task[Any] | None] = []
 
         async def to_end() -> _Result:
+            tasks.append(asyncio.current_task())
             try:
+                if given_up.is_set():
+                    coroutine.close()
+                    raise asyncio.CancelledError
                 return await coroutine
             finally:
                 ended.set()
 
-        future = asyncio.run_coroutine_threadsafe(to_end(), self._loop)
+        def give_up() -> None:
+            for task in filter(None, tasks):
+                task.cancel()
+            if not tasks:
+                # Begun by the next turn of the loop, if it is to begin at all.
+                self._loop.call_soon(lambda: None if tasks else ended.set())
+
+        # The interrupt may come at any line from here, also before there is a future.
         try:
-            return future.result()
+            return asyncio.run_coroutine_threadsafe(to_end(), self._loop).result()
         except (KeyboardInterrupt, SystemExit):
-            future.cancel()
+            given_up.set()
+            self._loop.call_soon_threadsafe(give_up)
             ended.wait(CANCEL_GRACE_S)
+            if not tasks:
+                coroutine.close()
             raise
 
     def iterate(self, items: AsyncGenerator[_Result, None]) -> Generator[_Result, None, None]:

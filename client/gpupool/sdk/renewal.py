@@ -8,6 +8,7 @@ from typing import Protocol
 from gpupool.errors import GpupoolError
 from gpupool.model.ids import LeaseId
 from gpupool.model.limits import KEEP_ALIVE_MAX
+from gpupool.sdk.calls import Backoff
 from gpupool.sdk.connection import Connection
 from gpupool.v1 import lease_pb2
 
@@ -90,12 +91,13 @@ class Renewer:
                     self._connection.leases.KeepAlive,
                     lease_pb2.KeepAliveRequest(lease_ids=batch),
                     lambda response: list(response.gone_lease_ids),
-                    patience_s=patience_s,
+                    backoff=Backoff(patience_s),
                 )
             except GpupoolError as error:
                 # The next round tries again; the pool's clock for a lease stands
                 # still while it does not serve.
-                log.warning("renewal of %d leases failed: %s", len(batch), error)
+                noun = "lease" if len(batch) == 1 else "leases"
+                log.warning("renewal of %d %s failed: %s", len(batch), noun, error)
                 continue
             for lease_id in gone:
                 holder = self._pop(LeaseId(lease_id))

@@ -811,6 +811,7 @@ class Lease(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Server-made, stable."""
     generation: _builtins.int
@@ -857,6 +858,12 @@ class Lease(_message.Message):
     def caller(self) -> Global___Caller:
         """Who asked."""
 
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it expires unless it is renewed; set by GetLease and ListLeases for a lease with a
+        ttl that has not ended.
+        """
+
     def __init__(
         self,
         *,
@@ -874,10 +881,11 @@ class Lease(_message.Message):
         process: Global___ProcessRef | None = ...,
         caller: Global___Caller | None = ...,
         request_id: _builtins.str = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "create_time", b"create_time", "end_time", b"end_time", "explanation", b"explanation", "grant_time", b"grant_time", "process", b"process", "spec", b"spec", "ttl", b"ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "explanation", b"explanation", "grant_time", b"grant_time", "process", b"process", "spec", b"spec", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "create_time", b"create_time", "end_time", b"end_time", "explanation", b"explanation", "generation", b"generation", "grant_time", b"grant_time", "lease_id", b"lease_id", "members", b"members", "position", b"position", "process", b"process", "request_id", b"request_id", "spec", b"spec", "state", b"state", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "explanation", b"explanation", "generation", b"generation", "grant_time", b"grant_time", "lease_id", b"lease_id", "members", b"members", "position", b"position", "process", b"process", "request_id", b"request_id", "spec", b"spec", "state", b"state", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

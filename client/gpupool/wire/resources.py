@@ -260,6 +260,8 @@ def lease_to_proto(lease: Lease) -> pb.Lease:
         message.grant_time.CopyFrom(timestamp_to_proto(lease.grant_unix_s))
     if lease.end_unix_s is not None:
         message.end_time.CopyFrom(timestamp_to_proto(lease.end_unix_s))
+    if lease.expire_unix_s is not None:
+        message.expire_time.CopyFrom(timestamp_to_proto(lease.expire_unix_s))
     if lease.ttl_s is not None:
         message.ttl.CopyFrom(duration_to_proto(lease.ttl_s))
     if lease.process is not None:
@@ -296,6 +298,11 @@ def lease_from_proto(message: pb.Lease, at: str = "lease") -> Lease:
         end_unix_s=(
             timestamp_from_proto(at, "end_time", message.end_time)
             if message.HasField("end_time")
+            else None
+        ),
+        expire_unix_s=(
+            timestamp_from_proto(at, "expire_time", message.expire_time)
+            if message.HasField("expire_time")
             else None
         ),
         position=door.integer(at, "position", message.position, 0, door.INT32_MAX),

@@ -1,5 +1,6 @@
 """The agent's core over restarts, reboots, partitions, and drivers that fail."""
 
+import pytest
 from tests.agent_bench import (
     Bench,
     assignment,
@@ -107,6 +108,26 @@ def test_a_cut_off_node_goes_on_until_its_own_clock_ends_the_assignment() -> Non
     bench.send(welcome(epoch=2))
     bench.desire(1, assignment("a", 1, whole(0), disconnect_s=600), epoch=2)
     assert bench.states() == {}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_ended_out_of_time_is_told_with_that_cause_and_not_with_the_last_of_its_rest(
+    restarted: bool,
+) -> None:
+    bench = Bench(0)
+    bench.desire(1, assignment("a", 1, whole(0), disconnect_s=600))
+    bench.processes[gpu(0)] = [process(50, lease="a")]
+    bench.read()
+    bench.send(Disconnected())
+    bench.wait(605)
+    (ending,) = bench.node.assignments()
+    assert (ending.state, "is still on it" in ending.reason) == (AssignmentState.ENDING, True)
+    if restarted:
+        bench = Bench(0, checkpoint=bench.checkpoint, connect=False, now=bench.now)
+    bench.processes[gpu(0)] = []
+    bench.wait(10)
+    (ended,) = bench.node.hello(agent_version="1", agent_instance_id="x").assignments
+    assert (ended.state, ended.reason) == (AssignmentState.ENDED, "no allocator for 600 s")
 
 
 def test_the_time_without_an_allocator_goes_on_over_an_agent_restart() -> None:

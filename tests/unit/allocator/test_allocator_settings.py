@@ -1,4 +1,6 @@
 import dataclasses
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -99,3 +101,18 @@ def test_every_setting_says_what_it_means_and_accepts() -> None:
     for field in dataclasses.fields(AllocatorSettings):
         assert field.metadata["meaning"].endswith(".")
         assert field.metadata["accepted"]
+
+
+@pytest.mark.parametrize("library", ["structlog", "aiohttp", "grpc_health"])
+def test_without_its_libraries_the_program_says_what_to_install(library: str) -> None:
+    script = (
+        f"import sys; sys.modules['{library}'] = None; "
+        "from gpupool_allocator.__main__ import main; sys.exit(main([]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 69
+    assert f"{library} is not installed" in done.stderr
+    assert "[allocator]" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -233,7 +233,8 @@ class SmallPool(lease_pb2_grpc.LeaseServiceServicer, pool_pb2_grpc.PoolServiceSe
         self, request: lease_pb2.ListLeasesRequest, context: Context
     ) -> lease_pb2.ListLeasesResponse:
         found = sorted(
-            (x for x in self.leases.values() if x.state not in ENDED), key=lambda x: x.lease_id
+            (x for x in self.leases.values() if x.state not in ENDED and on_node(x, request)),
+            key=lambda x: x.lease_id,
         )
         start = int(request.page_token or 0)
         end = start + self.page
@@ -310,13 +311,18 @@ class SmallPool(lease_pb2_grpc.LeaseServiceServicer, pool_pb2_grpc.PoolServiceSe
                 strays=(),
             )
             for index in range(self.gpus)
+            if request.node_id in ("", NODE)
         ]
         return pool_pb2.ListDevicesResponse(devices=[device_view_to_proto(view) for view in views])
 
     async def ListEvents(
         self, request: pool_pb2.ListEventsRequest, context: Context
     ) -> pool_pb2.ListEventsResponse:
-        found = [event for event in self.events if event.sequence > request.after_sequence]
+        found = [
+            event
+            for event in self.events
+            if event.sequence > request.after_sequence and request.subject in ("", event.subject)
+        ]
         return pool_pb2.ListEventsResponse(
             events=[event_to_proto(event) for event in found[: request.page_size]],
             last_sequence=len(self.events),
@@ -400,6 +406,11 @@ def unclaimed(node_id: str, rank: int) -> UnclaimedAssignment:
         place=Place(node_id=NodeId(node_id), devices=(share,)),
         uid=1001,
     )
+
+
+def on_node(lease: Lease, request: lease_pb2.ListLeasesRequest) -> bool:
+    nodes = {member.place.node_id for member in lease.members}
+    return not request.node_id or request.node_id in nodes
 
 
 def gpus_of(spec: LeaseSpec) -> int:

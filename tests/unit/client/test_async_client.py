@@ -9,6 +9,7 @@ from tests.unit.client.small_pool import SmallPool, socket_address, unclaimed
 
 from gpupool import AsyncClient
 from gpupool.errors import (
+    GpupoolError,
     InvalidRequestError,
     LeaseEndedError,
     NoCapacityError,
@@ -133,6 +134,43 @@ async def test_a_release_is_repeated_until_it_is_heard(pool: SmallPool) -> None:
         await lease.release()
         assert pool.state_of(lease.id) is LeaseState.RELEASED
         await lease.release()
+
+
+async def test_an_outage_is_told_once_and_a_lease_is_left_in_a_bounded_time(
+    pool: SmallPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpupool.sdk.lease.LEAVE_S", 1.0)
+    told: list[tuple[str, float]] = []
+
+    def tell(error: GpupoolError, patience_s: float) -> None:
+        told.append((error.message, patience_s))
+
+    async with AsyncClient(pool.address, on_outage=tell) as client:
+        async with asyncio.timeout(20), client.lease(gpus=1) as lease:
+            await pool.stop()
+        assert lease.state is LeaseState.ACTIVE
+    ((message, patience_s),) = told
+    assert f"no pool can be reached at {pool.address}" in message
+    assert patience_s == 1.0
+
+
+async def test_who_leaves_a_lease_of_a_pool_that_is_gone_can_be_interrupted(
+    pool: SmallPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpupool.sdk.lease.LEAVE_S", 1000.0)
+    outage = asyncio.Event()
+
+    async def hold(client: AsyncClient) -> None:
+        async with client.lease(gpus=1):
+            await pool.stop()
+
+    async with AsyncClient(pool.address, retry_s=1000, on_outage=lambda *_: outage.set()) as client:
+        holds = asyncio.create_task(hold(client))
+        async with asyncio.timeout(20):
+            await outage.wait()
+            holds.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await holds
 
 
 async def test_all_leases_of_a_client_are_renewed_together(pool: SmallPool) -> None:

@@ -1,12 +1,15 @@
 """The same SDK for programs without an event loop."""
 
+import asyncio
 import gc
 import json
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.unit.client.conftest import PoolThread
@@ -17,6 +20,7 @@ from gpupool.cli.main import run_with
 from gpupool.errors import InvalidRequestError, NoCapacityError
 from gpupool.model.errors import ErrorKind
 from gpupool.model.lease import LeaseState
+from gpupool.sdk.loop_thread import CANCEL_GRACE_S
 
 
 def test_the_readmes_one_liner_grants_and_releases(pool_thread: PoolThread) -> None:
@@ -97,6 +101,29 @@ def test_a_client_that_nobody_refers_to_ends_its_thread(pool_thread: PoolThread)
     del client
     gc.collect()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_interrupt_between_asking_and_waiting_gives_up_what_was_asked(
+    pool_thread: PoolThread, monkeypatch: pytest.MonkeyPatch, scheduled: bool
+) -> None:
+    ask = asyncio.run_coroutine_threadsafe
+
+    def interrupted(work: Any, loop: asyncio.AbstractEventLoop) -> Any:
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", ask)
+        if scheduled:
+            ask(work, loop)
+        else:
+            work.close()
+        raise KeyboardInterrupt
+
+    with Client(pool_thread.pool.address) as client:
+        events = client.events(after=0, follow=True)
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+        asked = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            next(events)
+        assert time.monotonic() - asked < CANCEL_GRACE_S / 2
 
 
 def test_importing_the_package_loads_neither_grpc_nor_the_sdk() -> None:

@@ -163,7 +163,7 @@ def test_a_lost_gpu_is_faulty_and_the_free_ones_beside_it_are_counted() -> None:
     assert codes_of(answer) == {"faulty", "gpu_busy"}
     assert "largest free 7 on one node" in answer.explanation.summary
     assert answer.explanation.nearest_change == (
-        "1 more free GPUs on one node, or ask for 7 GPUs in each member"
+        "1 more free GPU on one node, or ask for 7 GPUs in each member"
     )
 
 

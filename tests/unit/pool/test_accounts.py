@@ -219,6 +219,41 @@ def test_a_member_that_is_lost_while_it_is_prepared_is_tried_again_a_bounded_num
     assert world.pool.summary().devices_free == 1
 
 
+@pytest.mark.parametrize("policy", [OnFailure.STOP, OnFailure.WAIT])
+@pytest.mark.parametrize("how", HOWS)
+def test_a_ready_member_that_no_account_names_is_prepared_a_bounded_number_of_times(
+    how: str, policy: OnFailure
+) -> None:
+    world = World(PoolSettings(prepare_attempts=3))
+    node = world.add_node("n1", gpus=1)
+    lease = world.granted(whole(1, on_failure=policy), follow=True)
+    for attempt in range(3):
+        assert world.now_lease(lease).state is LeaseState.ACTIVE, attempt
+        assert world.now_lease(lease).members[0].state is MemberState.READY
+        node.forget(key(lease))
+        speak(world, node, how)
+        world.settle()
+    assert len(events(world, "member.preparing")) == 2
+    after = world.now_lease(lease)
+    assert after.state is LeaseState.FAILED
+    cause = "node n1 does not run it any more (prepared and lost 3 times)"
+    assert after.explanation.summary == cause
+    assert world.pool.summary().devices_free == 1
+
+
+def test_a_long_lease_lives_through_any_number_of_reboots_of_its_node() -> None:
+    world = World(PoolSettings(prepare_attempts=3))
+    node = world.add_node("n1", gpus=1)
+    lease = world.granted(whole(1), follow=True)
+    for number in range(10):
+        node.forget(key(lease))
+        node.boot_id = f"boot-{number + 2}"
+        speak(world, node, "hello")
+        world.settle()
+        assert world.account(node) == []
+        assert world.now_lease(lease).state is LeaseState.ACTIVE
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_work_that_the_book_has_lost_is_kept_and_ended_by_an_operator_only(how: str) -> None:
     world = World()
@@ -461,36 +496,3 @@ def test_a_node_that_accepts_what_comes_is_not_told_again_though_more_always_com
         world.advance(4.0)
     assert events(world, "node.told_again") == []
     assert events(world, "member.preparing") == []
-
-
-def test_many_unknown_leases_on_one_gpu_are_told_of_once_each() -> None:
-    world = World()
-    node = world.add_node("n1", gpus=1)
-    world.settle()
-    for number in range(200):
-        work = foreign(node, 0, token=number + 1)
-        work = replace(work, key=AssignmentKey(lease_id=LeaseId(f"l-{number}"), rank=0))
-        node.running[work.key] = work
-    assert world.account(node).count("assignment.unclaimed") == 200
-    # One has the GPU; each of the others is said once to overlap it, however often told.
-    assert len(events(world, "assignment.overlaps")) == 199
-    world.account(node)
-    assert len(events(world, "assignment.overlaps")) == 199
-    assert len(world.pool.unclaimed(limit=1000)) == 200
-
-
-@pytest.mark.parametrize("how", HOWS)
-def test_a_node_takes_nothing_from_another_by_naming_its_gpus(how: str) -> None:
-    world = World()
-    liar, other = world.add_node("n1", gpus=1), world.add_node("n2", gpus=1)
-    world.settle()
-    work = foreign(other, 0)
-    liar.running[work.key] = work
-    speak(world, liar, how)
-    (told,) = world.pool.unclaimed()
-    assert told.node_id == "n1"
-    assert len(events(world, "assignment.overlaps")) == 1
-    lease = world.granted(whole(1), follow=True)
-    assert {member.place.node_id for member in lease.members} <= {"n1", "n2"}
-    second = world.granted(whole(1), follow=True)
-    assert {lease.members[0].place.node_id, second.members[0].place.node_id} == {"n1", "n2"}

@@ -5,8 +5,9 @@ from dataclasses import replace
 from tests.core_world import World, part, whole
 
 from gpupool.model.errors import ErrorKind
-from gpupool.model.lease import LeaseState, MemberState
+from gpupool.model.lease import NO_EXPLANATION, LeaseState, MemberState
 from gpupool.model.request import GpuSlice, Level, OnFailure, TopologyConstraint
+from gpupool.model.views import DryRunResult
 from gpupool_allocator.core.pool import Pool
 
 
@@ -192,7 +193,32 @@ def test_a_lease_that_could_not_be_stored_is_refused_and_nothing_is_booked() -> 
     world._perform(world.pool.start(world.now, world.unix_s))
     for number in range(16):
         world.add_node(f"n{number}", gpus=64)
-    refused = world.refused(world.acquire(whole(64, replicas=16), wait_s=None))
+    wanted = whole(64, replicas=16)
+    refused = world.refused(world.acquire(wanted, wait_s=None))
     assert "split the request" in getattr(refused.explanation, "nearest_change", "")
+    assert world.pool.dry_run(wanted, world.now) == DryRunResult(
+        granted=False, members=(), explanation=refused.explanation or NO_EXPLANATION
+    )
     assert world.pool.summary().devices_used == 0
     assert world.granted(whole(8)).state is LeaseState.ACTIVE
+
+
+def test_a_request_that_waits_and_could_not_be_stored_ends_when_it_has_its_places() -> None:
+    world = World()
+    world.pool = Pool(
+        world.settings, epoch=1, last_sequence=len(world.history), fits_store=lambda _: False
+    )
+    world._perform(world.pool.start(world.now, world.unix_s))
+    for number in range(16):
+        world.add_node(f"n{number}", gpus=64)
+    before = world.granted(whole(1))
+    large = world.acquire(whole(64, replicas=16), wait_s=None)
+    after = world.acquire(whole(64), wait_s=None, request_id="after")
+    assert world.lease_of(large).state is LeaseState.PENDING
+    world.release(before)
+    world.settle()
+    ended = world.lease_of(large)
+    assert ended.state is LeaseState.CANCELLED
+    assert "larger than one stored record" in ended.explanation.summary
+    assert world.lease_of(after).state is LeaseState.ACTIVE
+    assert world.pool.holds() == []

@@ -1,9 +1,18 @@
 """Waiting: order, reasons, the head's reservation, backfill, and who is woken by what."""
 
+from typing import Any
+
+import pytest
 from tests.core_world import World, whole
 
 from gpupool.model.errors import ErrorKind
+from gpupool.model.ids import CommandId, NodeId
 from gpupool.model.lease import LeaseState
+from gpupool.model.request import LeaseSpec
+from gpupool_allocator.core import serving
+from gpupool_allocator.core.books import Books
+from gpupool_allocator.core.capacity import NodeCapacity
+from gpupool_allocator.core.placement import soonest
 from gpupool_allocator.core.settings import PoolSettings
 
 
@@ -198,3 +207,75 @@ def test_an_arrival_is_no_news_to_those_who_wait_before_it() -> None:
     for _ in range(20):
         world.acquire(whole(1), wait_s=None)
     assert len(world.answers[first]) == told
+
+
+def a_long_queue(world: World, length: int = 500) -> list[CommandId]:
+    """Requests that wait behind a full pool; the first has places kept for it."""
+    world.add_node("n1", gpus=8)
+    world.granted(whole(8), ttl_s=1e6)
+    waiting = [world.acquire(whole(1), wait_s=None) for _ in range(length)]
+    assert world.pool.holds()
+    return waiting
+
+
+def test_who_leaves_behind_the_head_does_not_make_its_places_chosen_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    waiting = a_long_queue(world)
+    looked: list[LeaseSpec] = []
+
+    def counted(books: Books, spec: LeaseSpec, *rest: Any) -> tuple[float, tuple[NodeId, ...]]:
+        looked.append(spec)
+        return soonest(books, spec, *rest)
+
+    monkeypatch.setattr(serving, "soonest", counted)
+    kept = world.pool.holds()
+    for place in (499, 300, 7, 2, 1):
+        world.release(world.lease_of(waiting[place]))
+    assert (looked, world.pool.holds()) == ([], kept)
+    world.acquire(whole(1), wait_s=None)
+    assert looked == []
+    # One that goes before the head, and the head that goes, are asked about once each.
+    urgent = world.acquire(whole(2, priority=5), wait_s=None)
+    assert len(looked) == 1
+    assert world.pool.holds()[0].reason.endswith(world.lease_of(urgent).lease_id)
+    world.release(world.lease_of(urgent))
+    assert len(looked) == 2
+    assert world.pool.holds() == kept
+
+
+def test_a_queue_that_moves_tells_the_first_each_step_and_the_others_some() -> None:
+    world = World()
+    waiting = a_long_queue(world, 120)
+    answers = sum(map(len, world.answers.values()))
+    world.release(world.lease_of(waiting[0]))
+    told = sum(map(len, world.answers.values())) - answers
+    # The end of one, its call's last word, ten that hear each step, one that came in range.
+    assert told <= 2 + 10 + 1 + 2
+    for command in waiting[1:60]:
+        world.release(world.lease_of(command))
+        last = [world.lease_of(each) for each in waiting if each not in world.finished]
+        shown = [lease.position for lease in last[:100]]
+        assert shown[:10] == list(range(1, 11))
+        assert all(abs(tell - truth) <= 0.1 * tell + 1 for truth, tell in enumerate(shown, 1))
+
+
+def test_soonest_copies_each_node_once_for_a_request_of_one_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    for number in range(20):
+        world.add_node(f"n{number:02}", gpus=2)
+    world.granted(whole(2, replicas=20), ttl_s=1e6)
+    copies: list[str] = []
+    copy = NodeCapacity.copy
+
+    def counted(node: NodeCapacity) -> NodeCapacity:
+        copies.append(node.node_id)
+        return copy(node)
+
+    monkeypatch.setattr(NodeCapacity, "copy", counted)
+    world.pool.check = lambda: None  # type: ignore[method-assign] # it copies nodes too
+    world.acquire(whole(2, replicas=3), wait_s=None)
+    assert sorted(copies) == [f"n{number:02}" for number in range(20)]

@@ -63,7 +63,7 @@ def without_environments(record: Stored) -> Stored:
             dataclasses.replace(each, environment=None, given=(), degraded="")
             for each in record.members
         )
-        return dataclasses.replace(record, members=members)
+        return dataclasses.replace(record, members=members, expire_unix_s=None)
     if isinstance(record, UnclaimedRecord):
         report = dataclasses.replace(record.report, environment={}, given=(), degraded="")
         return dataclasses.replace(record, report=report)

@@ -97,14 +97,16 @@ def take(trial: NodeCapacity, need: Need, place: Place) -> None:
 def _whole(
     node: NodeCapacity, need: Need, wanted: WholeGpus, passes: frozenset[HoldId]
 ) -> tuple[tuple[DeviceShare, ...], Rank] | None:
+    accepted, least_mib = need.accepted, wanted.min_memory_mib
     free: dict[int, list[DeviceCapacity]] = {}
     found = 0
     for device in node.devices.values():
-        if device.granted or device.kind.number not in need.accepted or not device.usable(passes):
+        if device.granted or not device.usable(passes):
             continue
-        if wanted.min_memory_mib and (device.device.memory_mib or 0) < wanted.min_memory_mib:
+        kind = device.kind.number
+        if kind not in accepted or (least_mib and (device.device.memory_mib or 0) < least_mib):
             continue
-        free.setdefault(device.kind.number, []).append(device)
+        free.setdefault(kind, []).append(device)
         found += 1
     if found < wanted.count:
         return None

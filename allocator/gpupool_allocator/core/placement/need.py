@@ -43,14 +43,16 @@ def needs_of(index: ShapeIndex, spec: LeaseSpec) -> tuple[Need, ...]:
 
 
 def _need(index: ShapeIndex, spec: LeaseSpec, position: int, group: Group) -> Need:
-    kinds = tuple(
-        sorted(
+    asked = (group.models, group.accelerator)
+    answer = index.answers.get(asked)
+    if answer is None:
+        kinds = sorted(
             (kind for kind in kinds_of_models(index, group.models) if _may_answer(kind, group)),
             key=lambda kind: (kind.memory_low_mib or 0, kind.number),
         )
-    )
-    accepted = frozenset(kind.number for kind in kinds)
-    return Need(position, group, spec.uid, spec.shared_trust, kinds, accepted)
+        answer = tuple(kinds), frozenset(kind.number for kind in kinds)
+        index.remember_answer(asked, answer)
+    return Need(position, group, spec.uid, spec.shared_trust, *answer)
 
 
 def kinds_of_models(index: ShapeIndex, models: tuple[str, ...]) -> list[Kind]:

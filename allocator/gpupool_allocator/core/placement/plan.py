@@ -46,11 +46,13 @@ class Plan:
 class Unplaced:
     """There is no place now.
 
-    ``never``: such a request cannot be answered however long it waits.
+    ``never``: such a request cannot be answered however long it waits. ``too_large``: it has
+    its places, and its lease would not be one stored record.
     """
 
     explanation: Explanation
     never: bool
+    too_large: bool = False
     nodes_touched: int = 0
 
 

@@ -34,6 +34,7 @@ from gpupool_allocator.core.placement.verdicts import (
     uid_text,
     unknown_text,
 )
+from gpupool_allocator.core.words import counted
 
 SAMPLES_MAX = 32
 """Nodes looked at one by one to tell an exact amount."""
@@ -156,9 +157,9 @@ def _rule_out_devices(
         funnel.rule_out(failing & back, code, text, f"GPUs that are {code} come back")
     failing &= funnel.left
     if isinstance(wanted, WholeGpus):
-        nearest = f"{wanted.count - free} more free GPUs on one node"
+        nearest = f"{counted(wanted.count - free, 'more free GPU')} on one node"
         if free:
-            nearest += f", or ask for {free} GPUs in each member"
+            nearest += f", or ask for {counted(free, 'GPU')} in each member"
         funnel.rule_out(
             failing, "gpu_busy", need_text("GPUs", wanted.count, free, "on one node"), nearest
         )
@@ -188,10 +189,9 @@ def _rule_out_unable(index: ShapeIndex, funnel: _Funnel, need: Need, members: in
     text = "nodes whose GPUs take no slices"
     funnel.rule_out(failing & unsliceable, "slicing", text, "ask for whole GPUs")
     devices = _devices_least(need, members)
-    funnel.keep(
-        _having(index, need, devices), "gpu_count", f"nodes with fewer than {devices} such GPUs",
-        "spread the GPUs over more members",
-    )  # fmt: skip
+    text = f"nodes with fewer than {counted(devices, 'such GPU')}"
+    nearest = "spread the GPUs over more members"
+    funnel.keep(_having(index, need, devices), "gpu_count", text, nearest)
 
 
 def _rule_out_slice(
@@ -311,7 +311,7 @@ def _rule_out_rest(
         used |= 1 << number
     limit, size = shortfall.spread_max, sum(count for _, count in shortfall.parts)
     if limit is not None:
-        text = f"spread: at most {limit} members on one node"
+        text = f"spread: at most {counted(limit, 'member')} on one node"
         mask = funnel.left if size > limit else used
         funnel.rule_out(mask, "spread", text, "allow more members on one node")
     text = "nodes that the request's other members fill"

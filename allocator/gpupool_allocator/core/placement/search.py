@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpupool.model.ids import HoldId
 from gpupool.model.request import GpuSlice
-from gpupool_allocator.core.bitsets import bits, size_class
+from gpupool_allocator.core.bitsets import bits, size_class, without
 from gpupool_allocator.core.books import Books
 from gpupool_allocator.core.capacity import Kind
 from gpupool_allocator.core.index import (
@@ -71,7 +71,7 @@ def candidates(
         if effort.failed >= FAILURES_MAX:
             effort.bounded = True
             return
-        maybe, sure = maybe & ~(1 << number), sure & ~(1 << number)
+        maybe, sure = without(maybe, 1 << number), without(sure, 1 << number)
         yield number
     lead = parts[0][0]
     single = len(parts) == 1 and parts[0][1] == 1
@@ -88,11 +88,11 @@ def candidates(
                 if effort.failed - start >= failures_max:
                     break
                 bit = tightest_bit(index, cell)
-                cell ^= bit
-                left &= ~bit
-                maybe &= ~bit
-                sure &= ~bit
                 yield bit.bit_length() - 1
+                # Another is wanted; most searches end before they come here.
+                cell ^= bit
+                left ^= bit
+                maybe, sure = without(maybe, bit), without(sure, bit)
             else:
                 continue
             break
@@ -104,10 +104,11 @@ def candidates(
 
 def tightest_bit(index: ShapeIndex, cell: int) -> int:
     """The node of a cell with the least free GPU, then CPU; the longest known of equals."""
-    if cell & (cell - 1):
-        cell = index.free_gpu_pct.tightest(cell)
-        if cell & (cell - 1):
-            cell = index.free_cpu_milli.tightest(cell)
+    for amounts in (index.free_gpu_pct, index.free_cpu_milli):
+        lowest = cell & -cell
+        if cell == lowest:
+            return cell
+        cell = amounts.tightest(cell)
     return cell & -cell
 
 

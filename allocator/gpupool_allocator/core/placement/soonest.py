@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from gpupool.model.assignment import AssignmentKey
 from gpupool.model.ids import HoldId, LeaseId, NodeId
 from gpupool.model.request import LeaseSpec, Level
 from gpupool_allocator.core.bitsets import bits
 from gpupool_allocator.core.books import Books
-from gpupool_allocator.core.capacity import NodeCapacity
+from gpupool_allocator.core.capacity import BookingKey, NodeCapacity, UnclaimedKey
 from gpupool_allocator.core.placement.fit import fit_unit, take
 from gpupool_allocator.core.placement.need import needs_of
 from gpupool_allocator.core.placement.plan import Run, runs_of
@@ -33,7 +32,7 @@ class _Future:
     """
 
     node: NodeCapacity
-    leases: list[tuple[float, LeaseId, list[AssignmentKey]]]
+    leases: list[tuple[float, LeaseId, list[BookingKey]]]
     time: float
     waits: int = 0
     members: int = 0
@@ -59,13 +58,16 @@ def soonest(
     soonest_s = now
     nodes: dict[NodeId, None] = {}
     cap = spec.topology.max_per_domain if spec.topology.spread is Level.NODE else inf
-    for run in runs_of(spec, needs_of(books.index, spec)):
+    runs = runs_of(spec, needs_of(books.index, spec))
+    for run in runs:
+        last = run is runs[-1]
         openings: list[tuple[float, int, int]] = []
         for number in _candidates(books, run, passes):
             if number not in futures:
                 futures[number] = _future(books.node_numbered(number), ends, now)
             limit = _limit(run, futures[number], cap)
-            trial = futures[number].copy()
+            # Copies are most of the work: what no later run looks at is used up.
+            trial = futures[number] if last else futures[number].copy()
             openings.extend(
                 (time, waits, number) for time, waits in _openings(trial, run, limit, passes)
             )
@@ -78,6 +80,8 @@ def soonest(
             chosen[number] = chosen.get(number, 0) + 1
         for number, units in chosen.items():
             nodes[books.node_numbered(number).node_id] = None
+            if last:
+                continue
             for _ in _openings(futures[number], run, units, passes):
                 futures[number].members += run.size
     return soonest_s, tuple(nodes)
@@ -98,16 +102,20 @@ def _candidates(books: Books, run: Run, passes: frozenset[HoldId]) -> list[int]:
 
 
 def _future(node: NodeCapacity, ends: Ends, now: float) -> _Future:
-    by_lease: dict[LeaseId, list[AssignmentKey]] = {}
+    by_lease: dict[tuple[LeaseId, bool], list[BookingKey]] = {}
     for key in node.bookings:
-        by_lease.setdefault(key.lease_id, []).append(key)
-    leases = [(ends(lease_id), lease_id, keys) for lease_id, keys in by_lease.items()]
+        by_lease.setdefault((key.lease_id, isinstance(key, UnclaimedKey)), []).append(key)
+    # Nobody knows when unclaimed work ends, whatever the pool knows of a lease of its name.
+    leases = [
+        (inf if unclaimed else ends(lease_id), lease_id, keys)
+        for (lease_id, unclaimed), keys in by_lease.items()
+    ]
     # Of leases that end together the one with most devices frees most.
     leases.sort(key=lambda each: (-each[0], _devices(node, each[2]), each[1]))
     return _Future(node.copy(), leases, now)
 
 
-def _devices(node: NodeCapacity, keys: list[AssignmentKey]) -> int:
+def _devices(node: NodeCapacity, keys: list[BookingKey]) -> int:
     return sum(len(node.bookings[key].place.devices) for key in keys)
 
 

@@ -119,9 +119,10 @@ def _wrong_access(device: DeviceCapacity, group: Group, passes: frozenset[HoldId
         return "is not offered"
     if device.holds - passes:
         return f"is held by {min(device.holds - passes)}"
-    words = set(device.device.model.lower().split())
-    if group.models and not any(set(model.lower().split()) <= words for model in group.models):
-        return f"model {device.device.model!r} was not asked for"
+    if group.models:
+        words = set(device.device.model.lower().split())
+        if not any(set(model.lower().split()) <= words for model in group.models):
+            return f"model {device.device.model!r} was not asked for"
     return None
 
 

@@ -10,6 +10,7 @@ from gpupool_allocator.core.capacity import DeviceCapacity, NodeCapacity
 from gpupool_allocator.core.index import HELD
 from gpupool_allocator.core.placement.fit import fit
 from gpupool_allocator.core.placement.need import Need, kinds_of_models, needs_of, slice_memory_mib
+from gpupool_allocator.core.words import counted, counted_are
 
 VERDICTS_MAX = 1000
 
@@ -101,7 +102,7 @@ def _device_causes(
             if len(able) < count <= len(named) or not usable:
                 pass  # said by what was said above
             elif len(named) < count:
-                text = f"need {count} GPUs on one node, it has {len(named)}"
+                text = f"need {counted(count, 'GPU')} on one node, it has {len(named)}"
                 causes.append(_devices("gpu_count", len(named), text))
             elif free < count and len(usable) > free:
                 text = need_text("GPUs", count, free, "on one node")
@@ -157,7 +158,10 @@ def _not_offered(able: list[DeviceCapacity], passes: frozenset[HoldId]) -> list[
         if not each.usable(passes):
             code = HELD if each.offered else each.cause
             counts[code] = counts.get(code, 0) + 1
-    return [_devices(code, count, f"{count} GPUs are {code}") for code, count in counts.items()]
+    return [
+        _devices(code, count, f"{counted_are(count, 'GPU')} {code}")
+        for code, count in counts.items()
+    ]
 
 
 def _slice_causes(usable: list[DeviceCapacity], need: Need, wanted: GpuSlice) -> list[Cause]:
