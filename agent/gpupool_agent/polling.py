@@ -36,6 +36,7 @@ from gpupool_agent.devices.interfaces import (
     ProcessFacts,
     ProcessTable,
 )
+from gpupool_agent.recalling import Recall
 
 T = TypeVar("T")
 
@@ -89,6 +90,7 @@ class Poller:
         self._is_own = is_own
         self._wanted = asyncio.Event()
         self._awaited: list[asyncio.Future[None]] = []
+        self._recall = Recall()
         self._retry_s = RETRY_S_MIN
         self._inventory_s = self._usage_s = self._telemetry_s = float("-inf")
         self._log = structlog.get_logger()
@@ -173,7 +175,7 @@ class Poller:
         awaited = [each for each in self._awaited if not each.done()]
         started_s = time.monotonic()
         devices = await self._call(self._usage)
-        devices = await self._with_leases(devices)
+        devices = self._recall.complete(await self._with_leases(devices))
         self._handle(UsageRead(started_s=started_s, devices=devices, unix_s=time.time()))
         for each in awaited:
             if not each.done():

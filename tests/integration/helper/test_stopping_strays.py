@@ -26,7 +26,8 @@ from gpupool_agent.devices.processes import ProcProcessTable
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be the helper")
 
 TENANT_UID = 40963
-STUBBORN = "trap '' TERM; while :; do sleep 0.1; done"
+SLEEP = ("sleep", "600")
+STUBBORN = ("env", "--ignore-signal=TERM", *SLEEP)
 
 
 class HelpersDriver(MemoryDriver):
@@ -89,23 +90,20 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def tenant(script: str = "exec sleep 600", **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of another user."""
+def tenant(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of another user; it sleeps unless told otherwise."""
     process = subprocess.Popen(
-        ["sh", "-c", script],
+        command or SLEEP,
         env={"PATH": os.environ["PATH"], **environment},
         user=TENANT_UID,
         group=TENANT_UID,
         extra_groups=[],
-        start_new_session=True,
         cwd="/",
     )
     try:
         yield process
     finally:
-        # Once its leader is reaped the group's number may be somebody else's.
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
 
@@ -177,7 +175,7 @@ async def test_one_that_does_not_go_is_killed_after_its_grace(
     helper: Helper, client: HelperClient, allocator: TinyAllocator, tmp_path: Path
 ) -> None:
     gpu = DeviceUuid(helper.gpus[0])
-    with tenant(STUBBORN) as trespasser:
+    with tenant(*STUBBORN) as trespasser:
         helper.list_on_gpu(trespasser.pid, gpu)
         ran = agent(tmp_path, allocator, helper, client, strays="stop")
         await allocator.want()
@@ -210,7 +208,7 @@ async def test_a_leases_own_process_is_ended_at_its_end_and_only_then(
 ) -> None:
     gpu = DeviceUuid(helper.gpus[0])
     # Only root can read whose it is: the helper does.
-    with tenant(STUBBORN, GPUPOOL_LEASE_ID="l-a") as work:
+    with tenant(*STUBBORN, GPUPOOL_LEASE_ID="l-a") as work:
         ran = agent(tmp_path, allocator, helper, client, strays="stop")
         await allocator.want(gpu_lease("l-a", 1, gpu))
         await until(lambda: allocator.state("l-a") == "prepared", "the lease")
