@@ -75,6 +75,7 @@ class Demo:
         self.look_into_a_slice(slice_id)
         self.run_under_a_lease()
         self.kill_a_holder()
+        self.catch_a_trespasser()
         self.give_back([slice_id, whole_id, gang_id])
 
     def start_allocator(self) -> None:
@@ -105,8 +106,9 @@ class Demo:
                 *("--control", self._sockets / "control", "--local-socket-dir", self._sockets),
                 # A demo is watched: show what GPUs do sooner than the default.
                 *("--usage-period-s", "1", "--telemetry-period-s", "1"),
-                # Slices have real daemons of the control program's stand-in.
-                *("--mps-programs", "--ready-file", ready),
+                # Slices have real daemons of the control program's stand-in; each host has a
+                # root helper, and ends what should not be on its GPUs.
+                *("--mps-programs", "--helper", "--strays", "stop", "--ready-file", ready),
                 *[word for node in NODES for word in ("--node", node)],
             ],
         )
@@ -205,7 +207,7 @@ class Demo:
         """Ends a holder with kill -9; nobody renews anything, and the GPU comes back.
 
         The holder's child outlives it. The lease is over, but the GPU stays out of the
-        pool until the child is gone too.
+        pool until its node has ended the child too.
         """
         self.headline("end a holder with kill -9 and see its GPU come back")
         holder = self.start_holder()
@@ -217,21 +219,64 @@ class Demo:
         print(f"$ kill -9 {holder.process.pid}", flush=True)
         killed = time.monotonic()
         os.kill(holder.process.pid, signal.SIGKILL)
-        (orphan,) = until("the holder's child to be named", lambda: self.row(uuid)["strays"])
+        until(f"{uuid} to be free", lambda: self.row(uuid)["state"] == "DEVICE_STATE_FREE")
+        took_s = time.monotonic() - killed
+        self.show("gpupool", "events", "--subject", uuid)
+        named, ended = self.last_events(uuid, "device.stray", "process.stopped")
         self.expect(
-            os.getpgid(orphan["pid"]) == holder.process.pid, f"{orphan} is not the holder's child"
+            named["details"]["pid"] == ended["details"]["pid"] != str(holder.process.pid),
+            f"the holder's child is not named and ended: {named}, {ended}",
         )
         self.verified(
-            f"the lease is over after {time.monotonic() - killed:.1f} s, but process "
-            f"{orphan['pid']} of it still has {orphan['memory_mib']} MiB: the GPU is kept out"
+            f"its child, process {named['details']['pid']}, was named and ended by its node; "
+            f"the GPU is confirmed clean and free again after {took_s:.1f} s"
         )
-
-        print(f"$ kill -9 {orphan['pid']}", flush=True)
-        killed = time.monotonic()
-        os.kill(orphan["pid"], signal.SIGKILL)
-        until(f"{uuid} to be free", lambda: self.row(uuid)["state"] == "DEVICE_STATE_FREE")
-        self.verified(f"confirmed clean and free again after {time.monotonic() - killed:.1f} s")
         self._programs.end(holder)
+
+    def catch_a_trespasser(self) -> None:
+        """A process takes a GPU that nobody gave it. It ignores SIGTERM, which does not help."""
+        self.headline("start a process outside any lease: it is named, and ended by its node")
+        row = next(row for row in self.rows("gpus") if row["node_id"] == HOLDER_NODE)
+        uuid = row["device"]["uuid"]
+        begun = time.monotonic()
+        trespasser = self.start_trespasser(uuid)
+        (stray,) = until("the trespasser to be named", lambda: self.row(uuid)["strays"])
+        took_s = time.monotonic() - begun
+        self.show("gpupool", "gpus", "--node", HOLDER_NODE)
+        self.expect(stray["pid"] == trespasser.process.pid, f"{stray} is not the trespasser")
+        self.expect(stray["uid"] == os.getuid(), f"{stray} is not of uid {os.getuid()}")
+        self.expect("cuda_client" in stray["command"], f"its command is {stray['command']!r}")
+        shown = self.row(uuid)
+        self.expect(shown["state"] != "DEVICE_STATE_FREE", "its GPU is offered all the same")
+        self.verified(
+            f"after {took_s:.1f} s it is named: process {stray['pid']} of "
+            f"{stray['user'] or stray['uid']}, {stray['command'].split()[0]}; its GPU is kept out"
+        )
+        until("the trespasser to be ended", lambda: trespasser.status() is not None)
+        until(f"{uuid} to be free", lambda: self.row(uuid)["state"] == "DEVICE_STATE_FREE")
+        (ended,) = self.last_events(uuid, "process.stopped")
+        self.expect("SIGKILL" in ended["cause"], f"it was ended otherwise: {ended['cause']}")
+        self.verified(
+            "it was asked to end, and killed after its grace; the GPU is free again after "
+            f"{time.monotonic() - begun:.1f} s"
+        )
+        self._programs.end(trespasser)
+
+    def start_trespasser(self, uuid: str) -> Program:
+        """Starts a stand-in for a CUDA program on a GPU, with nobody's leave."""
+        node = self._sockets / "control" / "nodes" / HOLDER_NODE
+        client = [BIN / "python", "-m", "gpupool_agent.simulated.cuda_client"]
+        flags = ["--memory-mib", str(HOLDER_MEMORY_MIB), "--stubborn"]
+        variables = [f"CUDA_VISIBLE_DEVICES={uuid}", f"GPUPOOL_SIMULATED_NODE={node}"]
+        print(f"$ {' '.join([*variables, *map(str, client), *flags])} &", flush=True)
+        return self._programs.start("trespasser", ["/usr/bin/env", *variables, *client, *flags])
+
+    def last_events(self, subject: str, *kinds: str) -> list[Row]:
+        """The latest event of each kind about a GPU."""
+        rows = self.rows("events", "--subject", subject)
+        found = [[row for row in rows if row["kind"] == kind] for kind in kinds]
+        self.expect(all(found), f"of {', '.join(kinds)} not all are in the history of {subject}")
+        return [each[-1] for each in found]
 
     def start_holder(self) -> Program:
         """Starts a stand-in for a CUDA program under ``gpupool run``, through the agent."""

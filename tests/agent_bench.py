@@ -30,6 +30,7 @@ from gpupool_agent.core.events import (
 )
 from gpupool_agent.core.node import Node
 from gpupool_agent.core.readings import DeviceProcess, DeviceState, DriverInventory
+from gpupool_agent.core.stopping import OUT_OF_TIME_ONLY, StopPolicy
 
 NODE = NodeId("n1")
 BOOT = "boot-1"
@@ -101,15 +102,26 @@ def welcome(epoch: int = 1) -> Connected:
     )
 
 
-def process(pid: int, *, lease: str | None = "", memory_mib: int = 500) -> DeviceProcess:
+def process(
+    pid: int,
+    *,
+    lease: str | None = "",
+    memory_mib: int = 500,
+    start_ticks: int = 1,
+    uid: int = 1000,
+    ancestors: tuple[int, ...] = (),
+    through_mps: bool | None = None,
+) -> DeviceProcess:
     return DeviceProcess(
         pid=pid,
-        start_ticks=1,
-        uid=1000,
+        start_ticks=start_ticks,
+        uid=uid,
         user="ada",
         command="python train.py",
         memory_mib=memory_mib,
         lease_id=lease,
+        ancestors=ancestors,
+        through_mps=through_mps,
     )
 
 
@@ -127,6 +139,7 @@ class Bench:
         boot: str = BOOT,
         connect: bool = True,
         now: float = 1000.0,
+        stops: StopPolicy = OUT_OF_TIME_ONLY,
     ) -> None:
         self.now = now
         self.processes: dict[DeviceUuid, list[DeviceProcess]] = {}
@@ -136,7 +149,12 @@ class Bench:
         self.effects: list[NodeEffect] = []
         self.checkpoint = checkpoint
         self.node = Node(
-            node_id=NODE, boot_id=boot, host=NodeInventory(), checkpoint=checkpoint, now=now
+            node_id=NODE,
+            boot_id=boot,
+            host=NodeInventory(),
+            checkpoint=checkpoint,
+            now=now,
+            stops=stops,
         )
         self._perform(self.node.start(now))
         self.send(InventoryRead(inventory=inventory(*numbers)))

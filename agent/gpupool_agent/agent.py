@@ -23,7 +23,6 @@ from gpupool.model.assignment import (
     DesiredState,
     DeviceTelemetry,
     Hello,
-    HolderWatch,
     Report,
     Welcome,
 )
@@ -32,13 +31,13 @@ from gpupool.model.inventory import NodeInventory
 from gpupool_agent.checkpoint import CheckpointError, StateDirectory
 from gpupool_agent.containers import LeaseSpecs
 from gpupool_agent.core.events import (
+    AdoptionAnswered,
     Checkpoint,
     CleanUp,
     CloseConnection,
     Connected,
     DesiredArrived,
     Disconnected,
-    HolderEnded,
     Log,
     MpsChanged,
     NodeEffect,
@@ -50,22 +49,28 @@ from gpupool_agent.core.events import (
     SendReport,
     StepDone,
     StepFailed,
+    StopFailed,
     StopProcess,
     TimePassed,
+    UnwatchAdopted,
     UnwatchHolder,
+    WatchAdopted,
     WatchHolder,
 )
 from gpupool_agent.core.node import Node
 from gpupool_agent.core.readings import PortCounters
+from gpupool_agent.core.stopping import StopPolicy
 from gpupool_agent.devices.blocking import CallHangsError
-from gpupool_agent.devices.interfaces import Adapters, ProcessWatch
+from gpupool_agent.devices.interfaces import Adapters
 from gpupool_agent.devices.privileged import PrivilegedError
 from gpupool_agent.link import Link
+from gpupool_agent.local.adopting import Adopter
 from gpupool_agent.local.door import LocalDoor
 from gpupool_agent.polling import Poller
 from gpupool_agent.privileges import Privileges
-from gpupool_agent.settings import AgentSettings
+from gpupool_agent.settings import AgentSettings, StrayPolicy
 from gpupool_agent.steps import StepFailedError, Steps
+from gpupool_agent.watches import Watches
 
 DISK_DEADLINE_S = 10.0
 SWEEP_S = 5.0
@@ -99,7 +104,7 @@ class Agent:
         self._queue: deque[NodeEffect] = deque()
         self._performing: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._watches: dict[LeaseId, ProcessWatch] = {}
+        self._watches = Watches(adapters.processes, self.handle)
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closed = False
@@ -120,6 +125,10 @@ class Agent:
             checkpoint=_load(self._state),
             now=time.monotonic(),
             rail_rate_mbps=settings.rail_rate_gbps * 1000,
+            stops=StopPolicy(
+                leftovers=adapters.privileged is not None,
+                strays=settings.strays == StrayPolicy.STOP,
+            ),
         )
         self.privileges = Privileges(adapters.privileged, self.handle)
         self._steps = Steps(adapters.mps, self.node.sm_count, self.node.slices_on)
@@ -137,6 +146,7 @@ class Agent:
             is_own=adapters.mps.is_own,
         )
         self.link = Link(settings.allocators, adapters.dial, self)
+        self._adopter = Adopter(adapters.processes, self._poller.read_anew, self.handle)
         self.door = (
             LocalDoor(
                 settings.socket,
@@ -144,6 +154,7 @@ class Agent:
                 link=self.link,
                 connections_max=settings.local_connections_max,
                 start_ticks=adapters.processes.start_ticks,
+                adopter=self._adopter,
             )
             if settings.socket
             else None
@@ -284,12 +295,12 @@ class Agent:
                 self._spawn(self._clean_up(effect.assignment))
             case ReadUsage():
                 self._poller.read_usage()
-            case WatchHolder():
-                self._watch(effect.watch)
-            case UnwatchHolder():
-                self._unwatch(effect.lease_id)
+            case WatchHolder() | UnwatchHolder() | WatchAdopted() | UnwatchAdopted():
+                self._watches.perform(effect)
             case StopProcess():
-                self._stop(effect)
+                self._spawn(self._stop(effect))
+            case AdoptionAnswered():
+                self._adopter.answered(effect)
             case CloseConnection():
                 self.link.close(effect.reason)
             case Log():
@@ -350,39 +361,27 @@ class Agent:
         self._log.warning(event, lease_id=key.lease_id, rank=key.rank, reason=reason)
         self.handle(StepFailed(key=key, token=token, reason=reason))
 
-    def _watch(self, watch: HolderWatch) -> None:
-        def ended(reason: str) -> None:
-            self._watches.pop(watch.lease_id, None)
-            self.handle(HolderEnded(watch=watch, reason=reason))
-
-        self._unwatch(watch.lease_id)
-        process = watch.process
-        opened = self._adapters.processes.watch(process.pid, process.start_ticks, ended)
-        if opened is None:
-            asyncio.get_running_loop().call_soon(ended, "not found")
-        else:
-            self._watches[watch.lease_id] = opened
-
-    def _unwatch(self, lease_id: LeaseId) -> None:
-        opened = self._watches.pop(lease_id, None)
-        if opened is not None:
-            opened.close()
-
-    def _stop(self, effect: StopProcess) -> None:
-        number = signal.SIGKILL if effect.force else signal.SIGTERM
-        why = self._adapters.processes.signal(effect.pid, effect.start_ticks, number)
-        if why and effect.gpu is not None and self._adapters.privileged is not None:
-            self._spawn(self._stop_as_root(effect.gpu, effect, number))
-        else:
-            self._log.warning("process.stopped", pid=effect.pid, signal=number.name, failed=why)
-
-    async def _stop_as_root(
-        self, gpu: DeviceUuid, effect: StopProcess, number: signal.Signals
-    ) -> None:
-        """Another user's process, which is the usual case of an agent that is not root."""
+    async def _stop(self, effect: StopProcess) -> None:
+        """Through the helper, which looks once more; by itself only where it has none."""
         pid, ticks = effect.pid, effect.start_ticks
-        why = await self.privileges.end_process(gpu, pid, ticks, number)
-        self._log.warning("process.stopped", pid=pid, signal=number.name, failed=why)
+        number = signal.SIGKILL if effect.force else signal.SIGTERM
+        if self._adapters.privileged is None or self.privileges.missing:
+            failed = self._adapters.processes.signal(pid, ticks, number)
+        else:
+            failed = await self.privileges.end_process(effect.gpu, pid, ticks, number)
+        self._log.warning(
+            "process.stopped",
+            pid=pid,
+            signal=number.name,
+            user=effect.user,
+            command=effect.command,
+            lease_id=effect.lease_id,
+            gpu=effect.gpu,
+            reason=effect.reason,
+            failed=failed,
+        )
+        if failed:
+            self.handle(StopFailed(pid=pid, start_ticks=ticks))
 
     def _measured(self, devices: tuple[DeviceTelemetry, ...]) -> None:
         self.telemetry = devices
@@ -433,8 +432,7 @@ class Agent:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        for lease_id in list(self._watches):
-            self._unwatch(lease_id)
+        self._watches.close()
         await self._poller.close()
         if self._state is not None:
             if self._performing is not None:

@@ -19,6 +19,7 @@ from gpupool.model.assignment import (
 from gpupool.model.caller import ProcessRef
 from gpupool.model.ids import DeviceUuid, LeaseId, NodeId
 from gpupool.model.lease import DeviceShare, Place, ShareGiven
+from gpupool_agent.core.adoptions import Adoption
 from gpupool_agent.core.events import Checkpoint, CheckpointEntry
 
 VERSION = 1
@@ -110,6 +111,15 @@ def _record(checkpoint: Checkpoint) -> dict[str, Any]:
         ],
         "floors": [[uuid, token] for uuid, token in checkpoint.floors],
         "tombstones": [[key.lease_id, key.rank, token] for key, token in checkpoint.tombstones],
+        "adoptions": [
+            {
+                "lease_id": each.lease_id,
+                "pid": each.pid,
+                "start_ticks": each.start_ticks,
+                "actor": each.actor,
+            }
+            for each in checkpoint.adoptions
+        ],
     }
 
 
@@ -135,6 +145,16 @@ def _checkpoint(record: dict[str, Any]) -> Checkpoint:
         tombstones=tuple(
             (AssignmentKey(lease_id=LeaseId(lease_id), rank=rank), token)
             for lease_id, rank, token in record["tombstones"]
+        ),
+        # Written since 0.2.0.
+        adoptions=tuple(
+            Adoption(
+                lease_id=LeaseId(each["lease_id"]),
+                pid=each["pid"],
+                start_ticks=each["start_ticks"],
+                actor=each["actor"],
+            )
+            for each in record.get("adoptions", [])
         ),
     )
 

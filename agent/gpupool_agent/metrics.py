@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gpupool.model.assignment import AssignmentState
+from gpupool.model.inventory import StrayCause
 from gpupool_agent.agent import Agent
 from gpupool_agent.metrics_ports import port_families
 
@@ -18,7 +19,7 @@ SCRAPE_DEADLINE_S = 5.0
 
 
 class AgentCollector(Collector):
-    """Gauges of one agent. Scrapes come on other threads, its state is the loop's."""
+    """Figures of one agent. Scrapes come on other threads, its state is the loop's."""
 
     def __init__(self, agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
         self._agent = agent
@@ -59,6 +60,18 @@ class AgentCollector(Collector):
                 "Devices of the node.",
                 "state",
                 {state: devices[state] for state in ("clean", "unclean", "failed")},
+            ),
+            _by(
+                "strays",
+                "Processes on devices that belong to no lease, or are outside its limits.",
+                "cause",
+                {cause.value: summary.strays.get(cause.value, 0) for cause in StrayCause},
+            ),
+            _gauge("adopted_processes", "Processes that were taken into leases.", summary.adopted),
+            CounterMetricFamily(
+                "gpupool_agent_processes_stopped",
+                "Processes ended on devices since the agent's start.",
+                value=summary.stopped,
             ),
             *self._measurements(),
             *port_families(node.hcas, self._agent.port_counters),

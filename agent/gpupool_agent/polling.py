@@ -36,6 +36,7 @@ from gpupool_agent.devices.interfaces import (
     ProcessFacts,
     ProcessTable,
 )
+from gpupool_agent.recalling import Recall
 
 T = TypeVar("T")
 
@@ -88,6 +89,8 @@ class Poller:
         self._calls = calls
         self._is_own = is_own
         self._wanted = asyncio.Event()
+        self._awaited: list[asyncio.Future[None]] = []
+        self._recall = Recall()
         self._retry_s = RETRY_S_MIN
         self._inventory_s = self._usage_s = self._telemetry_s = float("-inf")
         self._log = structlog.get_logger()
@@ -110,6 +113,13 @@ class Poller:
     def read_usage(self) -> None:
         """Read processes and memory now, not only when their time has come."""
         self._wanted.set()
+
+    async def read_anew(self) -> None:
+        """Return after a reading of processes and memory that began after this call."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaited.append(future)
+        self._wanted.set()
+        await future
 
     async def run(self) -> None:
         """Read until cancelled; ``has_read`` is set after the first try."""
@@ -162,10 +172,15 @@ class Poller:
 
     async def _read_usage(self) -> None:
         self._wanted.clear()
+        awaited = [each for each in self._awaited if not each.done()]
         started_s = time.monotonic()
         devices = await self._call(self._usage)
-        devices = await self._with_leases(devices)
+        devices = self._recall.complete(await self._with_leases(devices))
         self._handle(UsageRead(started_s=started_s, devices=devices, unix_s=time.time()))
+        for each in awaited:
+            if not each.done():
+                each.set_result(None)
+        self._awaited = [each for each in self._awaited if not each.done()]
 
     def _usage(self) -> tuple[DeviceState, ...]:
         """On the driver's thread: looking up users may block as well."""
@@ -212,7 +227,9 @@ def describe(
 def _describe(process: GpuProcess, facts: ProcessFacts | None) -> DeviceProcess:
     """A process that the kernel does not know is listed all the same: it holds memory."""
     if facts is None:
-        return DeviceProcess(pid=process.pid, memory_mib=process.memory_mib)
+        return DeviceProcess(
+            pid=process.pid, memory_mib=process.memory_mib, through_mps=process.through_mps
+        )
     return DeviceProcess(
         pid=process.pid,
         start_ticks=facts.start_ticks,
@@ -222,4 +239,5 @@ def _describe(process: GpuProcess, facts: ProcessFacts | None) -> DeviceProcess:
         memory_mib=process.memory_mib,
         lease_id=facts.lease_id,
         ancestors=facts.ancestors,
+        through_mps=process.through_mps,
     )

@@ -17,6 +17,9 @@ CHECK_S = 60.0
 READ_S = 2.0
 """Longest time that a report waits for the helper to read whose processes are."""
 
+END_S = 5.0
+"""Longest wait for a signal to be sent: less than the grace before the next one."""
+
 NO_HELPER_FAULT = "no_root_helper"
 
 
@@ -47,9 +50,12 @@ class Privileges:
         if self._privileged is None:
             return "this machine has no root helper"
         try:
-            await self._privileged.end_process(gpu, pid, start_ticks, number)
+            async with asyncio.timeout(END_S):
+                await self._privileged.end_process(gpu, pid, start_ticks, number)
         except (NotPermittedError, PrivilegedError) as error:
             return str(error)
+        except TimeoutError:
+            return f"the helper has not answered for {END_S:g} s"
         return ""
 
     async def with_leases(self, devices: tuple[DeviceState, ...]) -> tuple[DeviceState, ...]:

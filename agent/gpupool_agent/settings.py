@@ -7,6 +7,7 @@ import socket
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -33,6 +34,13 @@ class SettingsError(ValueError):
 
 def _setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"text": text})
+
+
+class StrayPolicy(StrEnum):
+    """What becomes of processes that should not be on their GPU."""
+
+    REPORT = "report"
+    STOP = "stop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +94,12 @@ class AgentSettings:
         True,
         "Put GPUs with slices into exclusive-process mode, so that nothing bypasses MPS. False:"
         " their compute mode stays as it is found, and a bypass is only detected.",
+    )
+    strays: str = _setting(
+        StrayPolicy.REPORT.value,
+        "Processes on GPUs that belong to no lease, outlive theirs or are outside its limits."
+        " report: they are named, and their GPU is not offered. stop: they are also ended,"
+        " through the root helper.",
     )
     labels: Mapping[str, str] = field(
         default_factory=dict[str, str],
@@ -147,6 +161,8 @@ class AgentSettings:
             "1..4096",
         )
         check(self.log_level in LEVELS, "log_level", self.log_level, f"one of {', '.join(LEVELS)}")
+        words = tuple(each.value for each in StrayPolicy)
+        check(self.strays in words, "strays", self.strays, f"one of {', '.join(words)}")
         for key in ("socket", "helper_socket"):
             path: Path | None = getattr(self, key)
             check(

@@ -106,6 +106,11 @@ class _PoolFigures(Collector):
             _gauge("gpupool_granted_gpus", "GPUs granted.", summary.granted_share_pct / 100),
             _gauge("gpupool_leases", "Leases that hold something.", summary.leases),
             _gauge("gpupool_waiting_requests", "Requests in the queue.", summary.waiting),
+            _gauge(
+                "gpupool_stray_processes",
+                "Processes on devices that belong to no lease, or are outside its limits.",
+                summary.strays,
+            ),
             _gauge("gpupool_epoch", "Term of office.", summary.epoch),
             _gauge(
                 "gpupool_writes_refused",

@@ -6,7 +6,12 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from gpupool.errors import GpupoolError, UnavailableError
+from gpupool.errors import (
+    GpupoolError,
+    InvalidRequestError,
+    UnavailableError,
+    WrongStateError,
+)
 from gpupool.model.event import Event
 from gpupool.model.hold import Hold, HoldScope
 from gpupool.model.ids import HoldId, LeaseId
@@ -21,15 +26,23 @@ from gpupool.model.views import (
 )
 from gpupool.sdk.asking import Ask, Shape, acquire_ask, lease_spec
 from gpupool.sdk.calls import Backoff, OnOutage, worth_retrying
+from gpupool.sdk.channel import is_agent_socket
 from gpupool.sdk.connection import CALL_TIMEOUT_S, RETRY_S, Connection
 from gpupool.sdk.lease import AsyncLease, OnChange, read_lease, watch
 from gpupool.sdk.renewal import Renewer
 from gpupool.v1 import lease_pb2, pool_pb2
+from gpupool.wire.agent import (
+    PID_MIN,
+    AdoptAsk,
+    Adopted,
+    adopt_ask_to_proto,
+    adopted_from_proto,
+)
 from gpupool.wire.door import INT64_MAX
 from gpupool.wire.enums import LEASE_STATES
 from gpupool.wire.pool import HoldAsk, event_from_proto, hold_ask_to_proto, hold_from_proto
 from gpupool.wire.request import lease_spec_to_proto
-from gpupool.wire.resources import lease_from_proto
+from gpupool.wire.resources import PID_MAX, lease_from_proto
 from gpupool.wire.views import (
     device_view_from_proto,
     dry_run_result_from_proto,
@@ -122,6 +135,24 @@ class AsyncClient:
             self._connection.leases.KeepAlive,
             lease_pb2.KeepAliveRequest(lease_ids=lease_ids),
             lambda response: list(response.gone_lease_ids),
+        )
+
+    async def adopt(self, lease_id: str, pid: int) -> Adopted:
+        """Takes an own process on this node into an own lease, and it is ended with it.
+
+        Only through the socket of this node's agent, and only a process that is on a GPU
+        of the lease; root may do it for anybody.
+        """
+        if not is_agent_socket(self.address):
+            raise WrongStateError(
+                f"address: {self.address} is no agent's socket: a process is adopted through "
+                "the socket of its node's agent"
+            )
+        if not PID_MIN <= pid <= PID_MAX:
+            raise InvalidRequestError(f"pid: {pid} is not in {PID_MIN}..{PID_MAX}", field="pid")
+        request = adopt_ask_to_proto(AdoptAsk(lease_id=LeaseId(lease_id), pid=pid))
+        return await self._connection.change(
+            self._connection.agent.AdoptProcess, request, adopted_from_proto
         )
 
     def watch_lease(self, lease_id: str) -> AsyncGenerator[Lease, None]:

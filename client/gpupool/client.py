@@ -24,6 +24,7 @@ from gpupool.sdk.channel import resolve_address
 from gpupool.sdk.connection import CALL_TIMEOUT_S, RETRY_S
 from gpupool.sdk.lease import AsyncLease, OnChange
 from gpupool.sdk.loop_thread import LoopThread
+from gpupool.wire.agent import Adopted
 
 __all__ = ["Client", "Lease"]
 
@@ -101,6 +102,10 @@ class Client:
     def keep_alive(self, lease_ids: Sequence[str]) -> list[str]:
         """Renews up to 1024 leases once; the ids of those that are gone."""
         return self._thread.run(self._client.keep_alive(lease_ids))
+
+    def adopt(self, lease_id: str, pid: int) -> Adopted:
+        """Takes an own process on this node into an own lease; see ``AsyncClient.adopt``."""
+        return self._thread.run(self._client.adopt(lease_id, pid))
 
     def watch_lease(self, lease_id: str) -> Generator[LeaseNow, None, None]:
         """Each state of a lease until it has ended, over outages of any length."""

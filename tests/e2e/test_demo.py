@@ -1,6 +1,7 @@
 """The demo is what a newcomer runs first: it must do what it says, and leave nothing."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from gpupool_agent.devices.processes import user_name
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "scripts" / "demo.py"
@@ -56,6 +59,12 @@ def test_demo_check_verifies_every_step_and_leaves_no_process(tmp_path: Path) ->
     assert "a gang of 16 GPUs" in done.stdout
     assert "CUDA_VISIBLE_DEVICES=GPU-" in done.stdout
     assert "confirmed clean and free again" in done.stdout
+    assert re.search(
+        rf"process \d+ of {re.escape(user_name(os.getuid()))} \(\S+python\S* .*cuda_client.*\) "
+        "is on it and belongs to no lease",
+        done.stdout,
+    )
+    assert "killed after its grace; the GPU is free again" in done.stdout
     assert "refused by the GPU, which is exclusive" in done.stdout
     assert "no MPS daemon is left" in done.stdout
     assert started_from(tmp_path) == []

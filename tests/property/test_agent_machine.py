@@ -2,7 +2,8 @@
 
 The machine around it is honest but unkind: steps answer late, fail or never, old
 desired states come again, processes outlive their leases, the driver falls silent,
-devices vanish, the agent restarts and the host reboots.
+devices vanish, the agent restarts and the host reboots. Strays are stopped, and users
+take processes into leases.
 """
 
 import hypothesis.strategies as st
@@ -21,7 +22,10 @@ from tests.agent_bench import (
 )
 
 from gpupool.model.assignment import Assignment, AssignmentState, DesiredState
+from gpupool.model.ids import LeaseId
 from gpupool_agent.core.events import (
+    AdoptedEnded,
+    AdoptionAsked,
     CleanUp,
     Connected,
     DesiredArrived,
@@ -29,20 +33,47 @@ from gpupool_agent.core.events import (
     DriverSilent,
     HolderEnded,
     InventoryRead,
+    NodeEffect,
     Prepare,
     StepDone,
     StepFailed,
+    StopProcess,
 )
+from gpupool_agent.core.stopping import StopPolicy
 
 GPUS = (0, 1, 2)
+STOPS = StopPolicy(leftovers=True, strays=True)
 LEASES = ("a", "ab", "b", "c")
 DISCONNECT_S = 300.0
+
+
+class WatchedBench(Bench):
+    """Looks at each process that is to be stopped, at the moment when that is decided."""
+
+    def _perform(self, effects: list[NodeEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, StopProcess):
+                self.check_stop(effect)
+        super()._perform(effects)
+
+    def check_stop(self, stop: StopProcess) -> None:
+        """Nobody stops what a running lease has on its own GPU."""
+        book, adopted = self.node._book, self.node._adoptions.living
+        found = [each for each in self.node._devices.processes(stop.gpu) if each.pid == stop.pid]
+        assert found, "it is not on the GPU"
+        leases = {found[0].lease_id}
+        if stop.pid in adopted:
+            leases = {adopted[stop.pid].lease_id}
+        for kept in book.kept.values():
+            on = {share.device_uuid for share in kept.assignment.place.devices}
+            running = kept.state is AssignmentState.PREPARED and stop.gpu in on
+            assert not (running and kept.assignment.key.lease_id in leases), stop
 
 
 class AgentMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(*GPUS)
+        self.bench = WatchedBench(*GPUS, stops=STOPS)
         self.bench.answers = False
         self.boots = 1
         self.epoch = 1
@@ -134,6 +165,30 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(number=st.sampled_from(GPUS))
     def the_processes_of_a_device_end(self, number: int) -> None:
         self.bench.processes[gpu(number)] = []
+        living = {each.pid for listed in self.bench.processes.values() for each in listed}
+        for adoption in list(self.bench.node._adoptions.living.values()):
+            if adoption.pid not in living:
+                self.send(AdoptedEnded(adoption=adoption))
+
+    @rule(data=st.data(), lease=st.sampled_from(LEASES), asker=st.sampled_from((0, 1000, 1001)))
+    @precondition(lambda self: any(self.bench.processes.values()))
+    def a_user_adopts_a_process(self, data: st.DataObject, lease: str, asker: int) -> None:
+        there = [each for listed in self.bench.processes.values() for each in listed]
+        chosen = data.draw(st.sampled_from(there))
+        asked = AdoptionAsked(
+            number=1,
+            lease_id=LeaseId(lease),
+            pid=chosen.pid,
+            start_ticks=chosen.start_ticks,
+            process_uid=chosen.uid,
+            asker_uid=asker,
+            asker="ada",
+        )
+        before = dict(self.bench.node._adoptions.living)
+        self.send(asked)
+        after = self.bench.node._adoptions.living
+        if asker == 1001:
+            assert set(after) <= set(before)
 
     @rule()
     def the_driver_falls_silent(self) -> None:
@@ -160,12 +215,13 @@ class AgentMachine(RuleBasedStateMachine):
             self.bench.processes.clear()
         old = self.bench
         self.steps.clear()
-        self.bench = Bench(
+        self.bench = WatchedBench(
             *old.numbers,
             checkpoint=old.checkpoint,
             boot=f"boot-{self.boots}",
             connect=False,
             now=10.0 if reboot else old.now,
+            stops=STOPS,
         )
         self.bench.answers = False
         self.bench.processes = old.processes

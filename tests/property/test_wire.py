@@ -11,8 +11,8 @@ from tests.property import wire_strategies as some
 
 from gpupool.model.lease import Lease
 from gpupool.model.request import GpuSlice, LeaseSpec, WholeGpus
-from gpupool.v1 import lease_pb2, node_pb2, pool_pb2, resources_pb2
-from gpupool.wire import lease, node, pool, resources, views
+from gpupool.v1 import agent_pb2, lease_pb2, node_pb2, pool_pb2, resources_pb2
+from gpupool.wire import agent, lease, node, pool, resources, views
 from gpupool.wire.errors import BadField
 from gpupool.wire.times import duration_from_proto, duration_to_proto
 
@@ -57,6 +57,24 @@ MESSAGES: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], Any], type[Any
         views.unclaimed_to_proto,
         pool_pb2.UnclaimedAssignment,
         views.unclaimed_from_proto,
+    ),
+    "adopt ask": (
+        some.adopt_asks,
+        agent.adopt_ask_to_proto,
+        agent_pb2.AdoptProcessRequest,
+        agent.adopt_ask_from_proto,
+    ),
+    "adopted": (
+        some.adopted,
+        agent.adopted_to_proto,
+        agent_pb2.AdoptProcessResponse,
+        agent.adopted_from_proto,
+    ),
+    "pool": (
+        some.summaries,
+        views.pool_summary_to_proto,
+        pool_pb2.GetPoolResponse,
+        views.pool_summary_from_proto,
     ),
     "hold": (some.holds(), pool.hold_to_proto, pool_pb2.Hold, pool.hold_from_proto),
     "event": (some.events, pool.event_to_proto, pool_pb2.Event, pool.event_from_proto),

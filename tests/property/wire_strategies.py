@@ -13,7 +13,8 @@ from gpupool.model.caller import Caller, ProcessRef, Role
 from gpupool.model.errors import ErrorKind, Refused
 from gpupool.model.event import Event
 from gpupool.model.hold import Hold, HoldKind, HoldScope
-from gpupool.model.views import UnclaimedAssignment
+from gpupool.model.views import PoolSummary, UnclaimedAssignment
+from gpupool.wire.agent import PID_MIN, AdoptAsk, Adopted
 from gpupool.wire.lease import AcquireAsk
 
 INT64 = 2**63 - 1
@@ -289,6 +290,8 @@ strays = st.builds(
     user=names,
     command=st.text("ab\t\x1b", max_size=20),
     memory_mib=gpu_memory,
+    cause=st.just("") | st.sampled_from([each.value for each in inv.StrayCause]) | words,
+    lease_id=st.text("l-1\t\x1b", max_size=20),
 )
 keys = st.builds(a.AssignmentKey, lease_id=ids, rank=st.integers(0, limits.MEMBERS_MAX - 1))
 unclaimed = st.builds(
@@ -300,6 +303,30 @@ unclaimed = st.builds(
     place=places,
     uid=uids,
     ending=st.booleans(),
+)
+adopt_asks = st.builds(AdoptAsk, lease_id=ids, pid=st.integers(PID_MIN, 2**22))
+adopted = st.builds(
+    Adopted,
+    device_uuids=st.lists(uuids, max_size=3).map(tuple),
+    command=st.text("ab\t\x1b", max_size=20),
+)
+counts = st.integers(0, 2**31 - 1)
+summaries = st.builds(
+    PoolSummary,
+    epoch=st.integers(0, INT64),
+    version=names,
+    nodes=counts,
+    nodes_connected=counts,
+    devices=counts,
+    devices_free=counts,
+    devices_used=counts,
+    devices_unavailable=counts,
+    granted_share_pct=st.integers(0, INT64),
+    leases=counts,
+    waiting=counts,
+    grain_pct=counts,
+    read_only_reason=names,
+    strays=st.integers(0, INT64),
 )
 assignments = st.builds(
     a.Assignment,
@@ -374,6 +401,14 @@ fault_reports = st.builds(
     device_uuid=st.none() | uuids,
     unix_s=unix_s,
 )
+process_notes = st.builds(
+    a.ProcessNote,
+    kind=st.sampled_from(a.ProcessNoteKind),
+    device_uuid=uuids,
+    process=strays,
+    reason=names,
+    actor=names,
+)
 reports = st.builds(
     a.Report,
     full=st.booleans(),
@@ -382,6 +417,7 @@ reports = st.builds(
     ended_holders=st.lists(holder_ends, max_size=2).map(tuple),
     accepted_revision=st.integers(0, INT64),
     faults=st.lists(fault_reports, max_size=2).map(tuple),
+    process_notes=st.lists(process_notes, max_size=2).map(tuple),
     **report_lists,
 )
 telemetry = st.lists(

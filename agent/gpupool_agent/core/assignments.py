@@ -33,7 +33,7 @@ class Kept:
     ``touched``: a Prepare of it was begun, ever. ``adopted``: it is from before the
     agent's restart. ``cleaned_s``: when its CleanUp had succeeded; a reading begun
     later can confirm the end. ``stop_since_s``: the node's clock ended it, so its
-    processes go too. ``signalled``: those that were told, True for by force.
+    processes go too.
     """
 
     assignment: Assignment
@@ -50,7 +50,6 @@ class Kept:
     check_s: float = 0.0
     check_delay_s: float = CHECK_DELAY_S_MIN
     stop_since_s: float | None = None
-    signalled: dict[int, bool] = field(default_factory=dict[int, bool])
     warned: bool = False
 
     @property

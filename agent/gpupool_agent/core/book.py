@@ -16,11 +16,21 @@ from gpupool.model.assignment import (
     DesiredState,
 )
 from gpupool.model.ids import DeviceUuid, LeaseId
+from gpupool.model.inventory import StrayCause
 from gpupool.model.lease import DeviceShare, ShareGiven
 from gpupool_agent.core.assignments import AssignmentName, Kept, Step
-from gpupool_agent.core.devices import Devices, describe, owner
+from gpupool_agent.core.devices import Devices
 from gpupool_agent.core.events import CheckpointEntry, CleanUp, Log, NodeEffect, Prepare, ReadUsage
 from gpupool_agent.core.fence import Fence
+from gpupool_agent.core.membership import (
+    Bonds,
+    Stray,
+    describe,
+    outside,
+    owner,
+    past_limits,
+    share_of,
+)
 from gpupool_agent.core.readings import DeviceProcess
 
 PREPARE_WAIT_S = 30.0
@@ -203,12 +213,12 @@ class Book:
 
     # -- settling ------------------------------------------------------------
 
-    def settle(self, now: float, holders: dict[LeaseId, int]) -> list[NodeEffect]:
+    def settle(self, now: float, bonds: Bonds) -> list[NodeEffect]:
         """Take every step that can be taken now: ends first, they make room."""
         effects: list[NodeEffect] = []
         for kept in list(self.kept.values()):
             if kept.step is None and kept.state is AssignmentState.ENDING:
-                effects += self._settle_ending(kept, now, holders)
+                effects += self._settle_ending(kept, now, bonds)
         for kept in sorted(self.kept.values(), key=lambda each: each.assignment.token):
             if kept.step is not None:
                 continue
@@ -217,16 +227,14 @@ class Book:
                 kept.step = Step.PREPARE
                 effects.append(Prepare(assignment=kept.assignment, adopted=True))
             elif kept.state is AssignmentState.PREPARING:
-                effects += self._settle_preparing(kept, now, holders)
+                effects += self._settle_preparing(kept, now, bonds)
         ends = [name for name, kept in self.kept.items() if _ended(kept)]
         for name in ends[: max(0, len(ends) - ENDED_KEPT_MAX)]:
             del self.kept[name]
         return effects
 
-    def _settle_preparing(
-        self, kept: Kept, now: float, holders: dict[LeaseId, int]
-    ) -> list[NodeEffect]:
-        lost, waits_for = self._obstacle(kept, holders)
+    def _settle_preparing(self, kept: Kept, now: float, bonds: Bonds) -> list[NodeEffect]:
+        lost, waits_for = self._obstacle(kept, bonds)
         if lost or (waits_for and now >= kept.wait_until_s):
             self._fail(kept, lost or waits_for)
             return []
@@ -240,7 +248,7 @@ class Book:
         kept.step = Step.PREPARE
         return [Prepare(assignment=kept.assignment)]
 
-    def _obstacle(self, kept: Kept, holders: dict[LeaseId, int]) -> tuple[str, str]:
+    def _obstacle(self, kept: Kept, bonds: Bonds) -> tuple[str, str]:
         """What forbids to prepare: for good, and for now."""
         for share in kept.assignment.place.devices:
             uuid = share.device_uuid
@@ -259,31 +267,28 @@ class Book:
             trouble = self._devices.mps_troubles.get(uuid)
             if trouble:
                 return "", f"{uuid}: {trouble}"
-            strays = self.strays(uuid, holders)
-            strangers = [each for each in strays if not self._went_on(each, kept, uuid, holders)]
+            strays = self.strays(uuid, bonds)
+            strangers = [each for each in strays if not self._went_on(each.process, kept, bonds)]
             if strangers:
-                return "", f"{uuid}: {describe(strangers[0])} is on it"
+                return "", f"{uuid}: {strangers[0]}"
             if share.whole and not strays and self._devices.memory_held(uuid):
                 return "", f"{uuid}: {self._devices.memory_held(uuid)}"
         return "", ""
 
-    def _went_on(
-        self, process: DeviceProcess, kept: Kept, uuid: DeviceUuid, holders: dict[LeaseId, int]
-    ) -> bool:
+    @staticmethod
+    def _went_on(process: DeviceProcess, kept: Kept, bonds: Bonds) -> bool:
         """Whether a stray is the lease's own work, which went on while its node forgot it."""
         if process.lease_id is None:
             return False
-        return owner(process, [*self.on_device(uuid), kept], holders) is kept
+        return owner(process, {kept.assignment.key.lease_id: kept}, bonds)[0] is kept
 
-    def _settle_ending(
-        self, kept: Kept, now: float, holders: dict[LeaseId, int]
-    ) -> list[NodeEffect]:
+    def _settle_ending(self, kept: Kept, now: float, bonds: Bonds) -> list[NodeEffect]:
         if kept.cleaned_s is None:
             if now < kept.check_s:
                 return []
             kept.step = Step.CLEAN_UP
             return [CleanUp(assignment=kept.assignment)]
-        rest = self._rest(kept, holders)
+        rest = self._rest(kept, bonds)
         if rest != "":
             kept.reason = rest or kept.reason
             if now < kept.check_s:
@@ -297,7 +302,7 @@ class Book:
         self.changed = True
         return []
 
-    def _rest(self, kept: Kept, holders: dict[LeaseId, int]) -> str | None:
+    def _rest(self, kept: Kept, bonds: Bonds) -> str | None:
         """What is left of an ending assignment; None: not known yet, empty: nothing."""
         assert kept.cleaned_s is not None
         for share in kept.assignment.place.devices:
@@ -310,7 +315,7 @@ class Book:
                 return None
             if self._devices.unreadable(uuid):
                 return f"{uuid}: {self._devices.unreadable(uuid)}"
-            mine = self.processes_of(kept, uuid, holders)
+            mine = self.processes_of(kept, uuid, bonds)
             if mine:
                 return f"{uuid}: {describe(mine[0])} is still on it"
             if share.whole and not self._devices.processes(uuid):
@@ -334,27 +339,67 @@ class Book:
                     self._index.setdefault(share.device_uuid, []).append(kept)
         return self._index.get(uuid, [])
 
-    def processes_of(
-        self, kept: Kept, uuid: DeviceUuid, holders: dict[LeaseId, int]
-    ) -> list[DeviceProcess]:
+    def processes_of(self, kept: Kept, uuid: DeviceUuid, bonds: Bonds) -> list[DeviceProcess]:
         """Processes of an assignment on one of its devices."""
-        on_device = self.on_device(uuid)
+        return [process for process, _ in self.members(kept, uuid, bonds)]
+
+    def members(
+        self, kept: Kept, uuid: DeviceUuid, bonds: Bonds
+    ) -> list[tuple[DeviceProcess, bool]]:
+        """The same, each with whether it is its for sure."""
         return [
-            process
-            for process in self._devices.processes(uuid)
-            if owner(process, on_device, holders) is kept
+            (process, sure) for process, whose, sure in self._owned(uuid, bonds) if whose is kept
         ]
 
-    def strays(self, uuid: DeviceUuid, holders: dict[LeaseId, int]) -> list[DeviceProcess]:
-        """Processes on a device that belong to nothing, or to what should be gone."""
-        on_device = self.on_device(uuid)
-        found: list[DeviceProcess] = []
-        for process in self._devices.processes(uuid):
-            kept = owner(process, on_device, holders)
-            if kept is None or (
-                kept.cleaned_s is not None and self._devices.read_since(uuid, kept.cleaned_s)
-            ):
-                found.append(process)
+    def owner_of(
+        self, process: DeviceProcess, uuid: DeviceUuid, bonds: Bonds
+    ) -> tuple[Kept | None, bool]:
+        """Whose a process on a device is, None: nobody's, and whether that is sure."""
+        return owner(process, self._leases_on(uuid), bonds)
+
+    def strays(self, uuid: DeviceUuid, bonds: Bonds) -> list[Stray]:
+        """Processes on a device that should not be there, in the driver's order."""
+        found: dict[int, Stray] = {}
+        members: dict[LeaseId, list[DeviceProcess]] = {}
+        here = self.on_device(uuid)
+        for process, kept, sure in self._owned(uuid, bonds):
+            if kept is None:
+                found[process.pid] = outside(
+                    process,
+                    bonds,
+                    here=here,
+                    everywhere=self.kept.values(),
+                    uuid=uuid,
+                    has_ended=self._fence.knows_end_of,
+                )
+            elif kept.cleaned_s is not None and self._devices.read_since(uuid, kept.cleaned_s):
+                lease_id = kept.assignment.key.lease_id
+                found[process.pid] = Stray(
+                    process=process, cause=StrayCause.OUTLIVED, lease_id=lease_id, certain=sure
+                )
+            elif sure and kept.state is AssignmentState.PREPARED:
+                members.setdefault(kept.assignment.key.lease_id, []).append(process)
+        for lease_id, mine in members.items():
+            of_lease = [kept for kept in here if kept.assignment.key.lease_id == lease_id]
+            for stray in past_limits(of_lease, uuid, mine):
+                found[stray.process.pid] = stray
+        order = self._devices.processes(uuid) if found else ()
+        return [found[process.pid] for process in order if process.pid in found]
+
+    def _owned(
+        self, uuid: DeviceUuid, bonds: Bonds
+    ) -> Iterator[tuple[DeviceProcess, Kept | None, bool]]:
+        """Each process on a device with whose it is, None: nobody's, and how sure that is."""
+        processes = self._devices.processes(uuid)
+        by_lease = self._leases_on(uuid) if processes else {}
+        for process in processes:
+            yield process, *owner(process, by_lease, bonds)
+
+    def _leases_on(self, uuid: DeviceUuid) -> dict[LeaseId, Kept]:
+        """The first of each lease on a device, those with a holder first."""
+        found: dict[LeaseId, Kept] = {}
+        for kept in self.on_device(uuid):
+            found.setdefault(kept.assignment.key.lease_id, kept)
         return found
 
     def slices_on(self, uuid: DeviceUuid) -> frozenset[AssignmentName]:
@@ -430,7 +475,9 @@ def _ended(kept: Kept) -> bool:
 
 
 def _share(kept: Kept, uuid: DeviceUuid) -> DeviceShare:
-    return next(each for each in kept.assignment.place.devices if each.device_uuid == uuid)
+    found = share_of(kept, uuid)
+    assert found is not None
+    return found
 
 
 def _log(event: str, assignment: Assignment, reason: str) -> Log:

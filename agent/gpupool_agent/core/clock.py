@@ -1,23 +1,19 @@
 """The node's own clock: how long it goes on without hearing from any allocator.
 
 Each assignment has its own ``disconnect_s``. A while before it is over the node
-warns; then it ends the assignment and the processes that it finds on its devices,
-gently at first. Jobs thus survive every outage of the allocator below that.
+warns; then it ends the assignment, and the processes that it finds on its devices are
+ended (see ``stopping``). Jobs thus survive every outage of the allocator below that.
 """
 
 import math
 from collections.abc import Iterator
 
-from gpupool.model.ids import LeaseId
 from gpupool_agent.core.assignments import Kept
 from gpupool_agent.core.book import Book
-from gpupool_agent.core.events import Log, NodeEffect, StopProcess
+from gpupool_agent.core.events import Log, NodeEffect
 
 WARN_BEFORE_S = 60.0
 """Warn so long before the end, but not before nine tenths of the time are over."""
-
-STOP_GRACE_S = 10.0
-"""From SIGTERM to SIGKILL."""
 
 
 class NodeClock:
@@ -40,8 +36,8 @@ class NodeClock:
         self.lost_s = now
         return True
 
-    def settle(self, book: Book, now: float, holders: dict[LeaseId, int]) -> list[NodeEffect]:
-        """Warn about, end and stop what has had its time."""
+    def settle(self, book: Book, now: float) -> list[NodeEffect]:
+        """Warn about and end what has had its time."""
         effects: list[NodeEffect] = []
         for kept in list(book.kept.values()):
             if kept.active and now >= self._end_s(kept):
@@ -55,16 +51,13 @@ class NodeClock:
                 effects.append(_log("assignment.warned", kept, f"ends in {left_s:.0f} s"))
             elif self.lost_s is None:
                 kept.warned = False
-            effects += _stop(book, kept, now, holders)
         return effects
 
-    def deadlines(self, book: Book, now: float) -> Iterator[float]:
-        """When an assignment is to be warned, ended or stopped by force."""
+    def deadlines(self, book: Book) -> Iterator[float]:
+        """When an assignment is to be warned or ended."""
         for kept in book.kept.values():
             if kept.active and self.lost_s is not None:
                 yield self._end_s(kept) if kept.warned else self._warn_s(kept)
-            elif kept.stop_since_s is not None and now < kept.stop_since_s + STOP_GRACE_S:
-                yield kept.stop_since_s + STOP_GRACE_S
 
     def _end_s(self, kept: Kept) -> float:
         if self.lost_s is None:
@@ -73,28 +66,6 @@ class NodeClock:
 
     def _warn_s(self, kept: Kept) -> float:
         return self._end_s(kept) - min(WARN_BEFORE_S, kept.assignment.disconnect_s / 10)
-
-
-def _stop(book: Book, kept: Kept, now: float, holders: dict[LeaseId, int]) -> list[NodeEffect]:
-    """Signal each process of an assignment that is out of time, once gently, once not."""
-    if kept.stop_since_s is None:
-        return []
-    force = now >= kept.stop_since_s + STOP_GRACE_S
-    effects: list[NodeEffect] = []
-    for share in kept.assignment.place.devices:
-        for process in book.processes_of(kept, share.device_uuid, holders):
-            if kept.signalled.get(process.pid) in (True, force):
-                continue
-            kept.signalled[process.pid] = force
-            effects.append(
-                StopProcess(
-                    pid=process.pid,
-                    start_ticks=process.start_ticks,
-                    force=force,
-                    gpu=share.device_uuid,
-                )
-            )
-    return effects
 
 
 def _log(event: str, kept: Kept, reason: str) -> Log:

@@ -1,16 +1,16 @@
-"""The node's devices: present or lost, clean or not, and whose processes run there.
+"""The node's devices: present or lost, what runs on them, and their memory.
 
 A device is clean when nothing runs on it outside assignments and, where nobody has
 it, its memory is free to its baseline: the least that was ever seen in use on it
 while nothing ran, since an idle driver keeps some for itself.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpupool.model.assignment import AssignmentState
-from gpupool.model.ids import DeviceUuid, LeaseId
-from gpupool.model.inventory import Device, StrayProcess
+from gpupool.model.ids import DeviceUuid
+from gpupool.model.inventory import Device
 from gpupool_agent.core.assignments import Kept
 from gpupool_agent.core.readings import DeviceProcess, DeviceState, DriverInventory, FailedDevice
 
@@ -169,43 +169,3 @@ class Devices:
         if used_mib <= known.baseline_mib + MEMORY_SLACK_MIB:
             return ""
         return f"{used_mib} MiB are in use, {known.baseline_mib} MiB when idle"
-
-
-def owner(
-    process: DeviceProcess, on_device: Sequence[Kept], holders: dict[LeaseId, int]
-) -> Kept | None:
-    """The assignment of the device that a process belongs to; None: a stray.
-
-    By the lease id in its environment, else by a holder among its ancestors. Where
-    the environment may not be read, an assignment of the same user has to do.
-    """
-    for kept in on_device:
-        if process.lease_id == kept.assignment.key.lease_id:
-            return kept
-    line = (process.pid, *process.ancestors)
-    for kept in on_device:
-        if holders.get(kept.assignment.key.lease_id) in line:
-            return kept
-    if process.lease_id is None:
-        for kept in on_device:
-            if kept.assignment.uid == process.uid:
-                return kept
-    return None
-
-
-def stray(process: DeviceProcess) -> StrayProcess:
-    """A process as it is reported."""
-    return StrayProcess(
-        pid=process.pid,
-        uid=process.uid,
-        user=process.user,
-        command=process.command,
-        memory_mib=process.memory_mib,
-    )
-
-
-def describe(process: DeviceProcess) -> str:
-    """A process in words."""
-    who = process.user or f"uid {process.uid}"
-    held = f", {process.memory_mib} MiB" if process.memory_mib else ""
-    return f"process {process.pid} of {who} ({process.command or 'unknown command'}{held})"

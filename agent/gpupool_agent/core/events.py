@@ -14,9 +14,11 @@ from gpupool.model.assignment import (
     Report,
     Welcome,
 )
+from gpupool.model.errors import Refused
 from gpupool.model.ids import DeviceUuid, LeaseId
 from gpupool.model.inventory import Hca
 from gpupool.model.lease import ShareGiven
+from gpupool_agent.core.adoptions import Adoption
 from gpupool_agent.core.readings import DeviceState, DriverInventory
 
 
@@ -122,6 +124,38 @@ class MpsChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StopFailed:
+    """A process was not sent the signal that StopProcess asked for."""
+
+    pid: int
+    start_ticks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptionAsked:
+    """A user wants a process taken into a lease; answered with AdoptionAnswered.
+
+    ``process_uid`` is the user whose the process is in every respect, None: of several.
+    ``asker`` is the user's name or id.
+    """
+
+    number: int
+    lease_id: LeaseId
+    pid: int
+    start_ticks: int
+    process_uid: int | None
+    asker_uid: int
+    asker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptedEnded:
+    """An adopted process is gone."""
+
+    adoption: Adoption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """``Node.next_deadline()`` has come."""
 
@@ -139,6 +173,9 @@ NodeEvent = (
     | HolderEnded
     | NodeFault
     | MpsChanged
+    | StopFailed
+    | AdoptionAsked
+    | AdoptedEnded
     | TimePassed
 )
 
@@ -174,6 +211,7 @@ class Checkpoint:
     holders: tuple[HolderWatch, ...] = ()
     floors: tuple[tuple[DeviceUuid, int], ...] = ()
     tombstones: tuple[tuple[AssignmentKey, int], ...] = ()
+    adoptions: tuple[Adoption, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,12 +261,43 @@ class UnwatchHolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopProcess:
-    """End a process of an assignment whose time without an allocator is over."""
+    """Have a process end, by SIGTERM or by ``force``; StopFailed where that fails.
+
+    ``reason`` and what follows it are for the log.
+    """
 
     pid: int
     start_ticks: int
     force: bool
-    gpu: DeviceUuid | None = None
+    gpu: DeviceUuid
+    reason: str = ""
+    user: str = ""
+    command: str = ""
+    lease_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptionAnswered:
+    """What became of AdoptionAsked ``number``; ``refused`` None: it was adopted."""
+
+    number: int
+    refused: Refused | None = None
+    device_uuids: tuple[DeviceUuid, ...] = ()
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchAdopted:
+    """Watch an adopted process; answer with AdoptedEnded when it is gone."""
+
+    adoption: Adoption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnwatchAdopted:
+    """Stop watching an adopted process."""
+
+    pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +330,9 @@ NodeEffect = (
     | WatchHolder
     | UnwatchHolder
     | StopProcess
+    | AdoptionAnswered
+    | WatchAdopted
+    | UnwatchAdopted
     | SendReport
     | CloseConnection
     | Log

@@ -8,7 +8,7 @@ assignment below it.
 """
 
 from gpupool.model.assignment import Assignment, AssignmentKey, DesiredState
-from gpupool.model.ids import DeviceUuid
+from gpupool.model.ids import DeviceUuid, LeaseId
 
 TOMBSTONES_MAX = 1024
 FLOORS_MAX = 1024
@@ -87,6 +87,10 @@ class Fence:
     def tombstones(self) -> tuple[tuple[AssignmentKey, int], ...]:
         """Ended assignments, oldest first."""
         return tuple(self._tombstones.items())
+
+    def knows_end_of(self, lease_id: LeaseId) -> bool:
+        """Whether something of a lease has ended here, as far as is remembered."""
+        return any(key.lease_id == lease_id for key in self._tombstones)
 
     def floor_of(self, uuid: DeviceUuid) -> int:
         """Highest token accepted on a device; 0: none."""

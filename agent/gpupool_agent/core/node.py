@@ -6,11 +6,13 @@ performs the effects in their order, and answers those that ask for an answer.
 SaveCheckpoint comes before everything that must not be forgotten once it is done.
 
 The parts: ``fence`` (whose orders count), ``book`` (the assignments), ``devices``
-(the GPUs), ``holders`` (the processes that hold leases), ``clock`` (how long to go
-on alone) and ``reporting`` (what the allocator hears).
+(the GPUs), ``membership`` (whose their processes are), ``holders`` (the processes that
+hold leases), ``adoptions`` (those that were taken into one), ``stopping`` (those that are
+ended), ``clock`` (how long to go on alone) and ``reporting`` (what the allocator hears).
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -21,17 +23,25 @@ from gpupool.model.assignment import (
     DesiredState,
     DeviceReport,
     Hello,
+    ProcessNote,
+    ProcessNoteKind,
     Report,
 )
+from gpupool.model.errors import Refused
 from gpupool.model.ids import DeviceUuid, NodeId
 from gpupool.model.inventory import Hca, NodeInventory
 from gpupool.model.lease import ShareGiven
+from gpupool_agent.core.adopting import examine
+from gpupool_agent.core.adoptions import ADOPTIONS_MAX, Adoption, Adoptions
 from gpupool_agent.core.assignments import AssignmentName
 from gpupool_agent.core.book import Book
 from gpupool_agent.core.clock import NodeClock
 from gpupool_agent.core.devices import Devices
 from gpupool_agent.core.environment import imex_environment, lease_environment
 from gpupool_agent.core.events import (
+    AdoptedEnded,
+    AdoptionAnswered,
+    AdoptionAsked,
     Checkpoint,
     CloseConnection,
     Connected,
@@ -50,15 +60,20 @@ from gpupool_agent.core.events import (
     SendReport,
     StepDone,
     StepFailed,
+    StopFailed,
     TimePassed,
+    UnwatchAdopted,
     UsageRead,
+    WatchAdopted,
     WatchHolder,
 )
 from gpupool_agent.core.fence import TOMBSTONES_MAX, Fence
 from gpupool_agent.core.holders import Holders
+from gpupool_agent.core.membership import Bonds, stray_process
 from gpupool_agent.core.rails import Rails
 from gpupool_agent.core.reporting import MPS_FAULT, Faults, Outbox
 from gpupool_agent.core.shares import shares_given
+from gpupool_agent.core.stopping import OUT_OF_TIME_ONLY, Stopper, StopPolicy
 
 DRIVER_FAULTS = ("nvml_hang", "driver_unavailable")
 REASON_CHARS_MAX = 500
@@ -67,19 +82,27 @@ PROTOCOL_REVISIONS = (1,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSummary:
-    """The node in few numbers; ``faults`` are the codes of the open ones."""
+    """The node in few numbers; ``faults`` are the codes of the open ones.
+
+    ``strays`` counts them by cause; ``stopped`` are the processes that were ended since
+    the agent's start, ``adopted`` those that count to leases by adoption now.
+    """
 
     connected: bool
     epoch: int
     holders: int
     faults: tuple[str, ...]
+    strays: Mapping[str, int]
+    stopped: int
+    adopted: int
 
 
 class Node:
     """Everything that an agent knows and decides.
 
     ``host`` is the inventory without devices and adapters. ``checkpoint`` None: the
-    agent has never run here. ``rail_rate_mbps`` is as in ``Rails``.
+    agent has never run here. ``rail_rate_mbps`` is as in ``Rails``, ``stops`` says which
+    processes are ended.
     """
 
     def __init__(
@@ -91,6 +114,7 @@ class Node:
         checkpoint: Checkpoint | None,
         now: float,
         rail_rate_mbps: int = 0,
+        stops: StopPolicy = OUT_OF_TIME_ONLY,
     ) -> None:
         old = checkpoint or Checkpoint(boot_id=boot_id)
         same_boot = old.boot_id == boot_id
@@ -114,6 +138,10 @@ class Node:
         self._book = Book(self._fence, self._devices)
         self._holders = Holders(node_id)
         self._faults = Faults()
+        self._adoptions = Adoptions(old.adoptions if same_boot else ())
+        self._stopper = Stopper(stops)
+        # Without its books an agent would take work that it has forgotten for strays.
+        self._stopper.may_strays = checkpoint is not None and same_boot
         lost_s = old.contact_lost_s if same_boot and old.contact_lost_s is not None else now
         self._clock = NodeClock(min(lost_s, now))
         if same_boot:
@@ -122,13 +150,14 @@ class Node:
         else:
             self._book.forget_over_reboot(old.entries)
             self._holders.end_all(old.holders, "reboot")
-        self._outbox = Outbox(self._book, self._devices, self._holders, self._faults)
+        self._outbox = Outbox(self._book, self._devices, self._holders, self._faults, self._bonds)
 
     def start(self, now: float) -> list[NodeEffect]:
         """What to do first: once, before any event."""
         watches: list[NodeEffect] = [
             WatchHolder(watch=watch) for watch in self._holders.watched.values()
         ]
+        watches += [WatchAdopted(adoption=each) for each in self._adoptions.living.values()]
         return self._settled(watches, now)
 
     def handle(self, event: NodeEvent, now: float) -> list[NodeEffect]:
@@ -137,7 +166,11 @@ class Node:
 
     def next_deadline(self) -> float | None:
         """When TimePassed is due; None: nothing is waited for."""
-        times = [*self._book.deadlines(), *self._clock.deadlines(self._book, self._now)]
+        times = [
+            *self._book.deadlines(),
+            *self._clock.deadlines(self._book),
+            *self._stopper.deadlines(),
+        ]
         if self._connected:
             times.append(self._outbox.account_due_s)
         forget_s = self._devices.next_forget_s(self._book.in_use())
@@ -217,6 +250,9 @@ class Node:
             epoch=self._fence.epoch,
             holders=len(self._holders.watched),
             faults=tuple(code for code, _ in self._faults.open),
+            strays=Counter(stray.cause for report in self.devices() for stray in report.strays),
+            stopped=self._stopper.stopped,
+            adopted=len(self._adoptions.living),
         )
 
     def heartbeat(self) -> Report:
@@ -257,6 +293,12 @@ class Node:
                     self._faults.close(event.code, None, event.unix_s)
             case MpsChanged():
                 self._mps_changed(event)
+            case StopFailed():
+                self._stopper.failed(event.pid, event.start_ticks)
+            case AdoptionAsked():
+                return self._adopt(event)
+            case AdoptedEnded():
+                self._changed |= self._adoptions.end(event.adoption)
             case TimePassed():
                 pass
             case _:
@@ -285,11 +327,40 @@ class Node:
         if desired.revision > self._fence.revision:
             self._fence.revision = desired.revision
             self._changed = True
+        self._stopper.may_strays = True
         before = dict(self._holders.watched)
         effects = self._book.apply(desired, now)
         effects += self._holders.apply(desired.holders)
         self._changed |= before != self._holders.watched
         return effects
+
+    def _adopt(self, asked: AdoptionAsked) -> list[NodeEffect]:
+        found = examine(asked, self._book, self._devices, self._bonds())
+        if isinstance(found, Refused):
+            return [AdoptionAnswered(number=asked.number, refused=found)]
+        adoption = Adoption(
+            lease_id=asked.lease_id,
+            pid=asked.pid,
+            start_ticks=asked.start_ticks,
+            actor=asked.asker,
+        )
+        self._adoptions.living[asked.pid] = adoption
+        self._changed = True
+        for uuid in found.device_uuids:
+            note = ProcessNote(
+                kind=ProcessNoteKind.ADOPTED,
+                device_uuid=uuid,
+                process=stray_process(found.process, asked.lease_id),
+                actor=asked.asker,
+            )
+            self._outbox.note(note)
+        answer = AdoptionAnswered(
+            number=asked.number, device_uuids=found.device_uuids, command=found.process.command
+        )
+        return [WatchAdopted(adoption=adoption), answer]
+
+    def _bonds(self) -> Bonds:
+        return Bonds(self._holders.pids(), self._adoptions.living)
 
     def _enumerate(self, event: InventoryRead, now: float) -> None:
         self._devices.enumerate(event.inventory, now)
@@ -334,9 +405,13 @@ class Node:
     def _settled(self, effects: list[NodeEffect], now: float) -> list[NodeEffect]:
         """Take every step that is due, and put the checkpoint before and the news after."""
         self._now = now
-        pids = self._holders.pids()
-        effects = [*effects, *self._clock.settle(self._book, now, pids)]
-        effects += self._book.settle(now, pids)
+        bonds = self._bonds()
+        effects = [*effects, *self._clock.settle(self._book, now)]
+        effects += self._book.settle(now, bonds)
+        effects += self._stopper.settle(self._book, self._devices, now, bonds)
+        for note in self._stopper.take_notes():
+            self._outbox.note(note)
+        effects += self._forget_adoptions()
         self._devices.forget_absent(now, self._book.in_use())
         self._inventory = NodeInventory(
             devices=tuple(known.device for known in self._devices.known.values()),
@@ -357,6 +432,19 @@ class Node:
             effects.insert(0, SaveCheckpoint(checkpoint=self.checkpoint()))
         return effects
 
+    def _forget_adoptions(self) -> list[NodeEffect]:
+        """Those of leases that have nothing on the node any more."""
+        if not self._adoptions.living:
+            return []
+        here = {
+            kept.assignment.key.lease_id
+            for kept in self._book.kept.values()
+            if kept.state is not AssignmentState.ENDED
+        }
+        over = self._adoptions.keep_of(here)
+        self._changed |= bool(over)
+        return [UnwatchAdopted(pid=each.pid) for each in over]
+
     def checkpoint(self) -> Checkpoint:
         """What must survive a restart of the agent."""
         return Checkpoint(
@@ -368,6 +456,7 @@ class Node:
             holders=tuple(self._holders.watched.values()),
             floors=self._fence.floors(),
             tombstones=self._fence.tombstones(),
+            adoptions=tuple(self._adoptions.living.values()),
         )
 
     def check(self) -> None:
@@ -375,4 +464,5 @@ class Node:
         self._book.check()
         assert not set(self._holders.watched) & set(self._holders.ended)
         assert len(self._fence.tombstones()) <= TOMBSTONES_MAX
+        assert len(self._adoptions.living) <= ADOPTIONS_MAX
         assert not (self._connected and self._clock.lost_s is not None)

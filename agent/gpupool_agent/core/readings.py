@@ -44,10 +44,14 @@ class PortCounters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process on a device; ``memory_mib`` 0: unknown."""
+    """A process on a device; ``memory_mib`` 0: unknown.
+
+    ``through_mps``: whether it is a client of an MPS server; None: nobody can say.
+    """
 
     pid: int
     memory_mib: int = 0
+    through_mps: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +74,9 @@ class DeviceUsage:
 class DeviceProcess:
     """A process on a device, with what tells whose it is.
 
-    ``lease_id`` is the one in its environment: empty for none, None where the
-    environment may not be read. ``ancestors`` are pids, nearest first.
+    ``lease_id`` is the one in its environment, or else that of its cgroup: empty for
+    none, None where the environment may not be read. ``ancestors`` are pids, nearest
+    first. ``through_mps`` is as in GpuProcess.
     """
 
     pid: int
@@ -82,6 +87,7 @@ class DeviceProcess:
     memory_mib: int = 0
     lease_id: str | None = ""
     ancestors: tuple[int, ...] = ()
+    through_mps: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

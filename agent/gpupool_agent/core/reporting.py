@@ -5,18 +5,23 @@ holds its book against it, so that whatever either side has lost is found within
 minutes and not only at the next connection.
 """
 
+from collections import deque
+from collections.abc import Callable
+
 from gpupool.model.assignment import (
     AssignmentReport,
     DeviceReport,
     FaultReport,
+    ProcessNote,
     Report,
 )
-from gpupool.model.ids import DeviceUuid, LeaseId
+from gpupool.model.ids import DeviceUuid
 from gpupool.model.inventory import NodeInventory
 from gpupool_agent.core.assignments import AssignmentName
 from gpupool_agent.core.book import Book
-from gpupool_agent.core.devices import Devices, describe, stray
+from gpupool_agent.core.devices import Devices
 from gpupool_agent.core.holders import Holders
+from gpupool_agent.core.membership import Bonds
 
 ACCOUNT_INTERVALS = 12
 """A full account comes once in so many report intervals: every minute by default."""
@@ -27,6 +32,9 @@ ACCOUNT_S_MAX = 300.0
 
 STRAYS_MAX = 64
 """Strays named on one device; a fork bomb must not fill the wire."""
+
+NOTES_MAX = 256
+"""What was done to processes, waiting to be told however long nobody listens."""
 
 MPS_FAULT = "mps_trouble"
 DOUBT_FAULT = "impossible_reading"
@@ -92,7 +100,16 @@ class Faults:
 class Outbox:
     """Compares what is with what the allocator has heard on this connection."""
 
-    def __init__(self, book: Book, devices: Devices, holders: Holders, faults: Faults) -> None:
+    def __init__(
+        self,
+        book: Book,
+        devices: Devices,
+        holders: Holders,
+        faults: Faults,
+        bonds: Callable[[], Bonds],
+    ) -> None:
+        self._bonds = bonds
+        self._notes: deque[ProcessNote] = deque(maxlen=NOTES_MAX)
         self._book = book
         self._devices = devices
         self._holders = holders
@@ -107,6 +124,15 @@ class Outbox:
     def said_in_hello(self, inventory: NodeInventory) -> None:
         """The connection that is being opened need not hear this inventory again."""
         self._inventory = inventory
+
+    def note(self, note: ProcessNote) -> None:
+        """The next report tells of it, whenever that is; the oldest are forgotten first."""
+        self._notes.append(note)
+
+    def _take_notes(self) -> tuple[ProcessNote, ...]:
+        notes = tuple(self._notes)
+        self._notes.clear()
+        return notes
 
     def begin(self, report_interval_s: float, now: float) -> None:
         """A connection begins, with a full account."""
@@ -140,6 +166,7 @@ class Outbox:
             ended_holders=self._holders.take_untold(),
             accepted_revision=revision,
             faults=self._faults.account(),
+            process_notes=self._take_notes(),
         )
         self._inventory = inventory
         return report
@@ -159,6 +186,7 @@ class Outbox:
             ended_holders=self._holders.take_untold(),
             accepted_revision=revision,
             faults=self._faults.take_untold(),
+            process_notes=self._take_notes(),
         )
         self._inventory, self._assignments, self._reports = inventory, assignments, devices
         changed = (
@@ -167,13 +195,14 @@ class Outbox:
             report.devices,
             report.ended_holders,
             report.faults,
+            report.process_notes,
         )
         return report if any(changed) else None
 
     def devices_now(self) -> dict[DeviceUuid, DeviceReport]:
         """State of every known device."""
-        pids = self._holders.pids()
-        return {uuid: self._device(uuid, pids) for uuid in self._devices.known}
+        bonds = self._bonds()
+        return {uuid: self._device(uuid, bonds) for uuid in self._devices.known}
 
     def _assignments_now(self) -> dict[AssignmentName, AssignmentReport]:
         return {
@@ -181,21 +210,23 @@ class Outbox:
             for name, kept in self._book.kept.items()
         }
 
-    def _device(self, uuid: DeviceUuid, pids: dict[LeaseId, int]) -> DeviceReport:
+    def _device(self, uuid: DeviceUuid, bonds: Bonds) -> DeviceReport:
         failure = self._devices.failure(uuid)
         if failure:
             return DeviceReport(uuid=uuid, clean=False, failed=True, reason=failure)
         unreadable = self._devices.unreadable(uuid)
         if unreadable:
             return DeviceReport(uuid=uuid, clean=False, reason=unreadable)
-        strays = self._book.strays(uuid, pids)
-        reason = f"{describe(strays[0])} is on it" if strays else ""
+        strays = self._book.strays(uuid, bonds)
+        reason = str(strays[0]) if strays else ""
+        if len(strays) > 1:
+            reason = f"{reason}; {len(strays) - 1} more should not be there"
         reason = reason or self._devices.mps_troubles.get(uuid, "")
         if not reason and not self._book.on_device(uuid):
             reason = self._devices.memory_held(uuid)
         return DeviceReport(
             uuid=uuid,
             clean=not reason,
-            strays=tuple(stray(process) for process in strays[:STRAYS_MAX]),
+            strays=tuple(stray.reported() for stray in strays[:STRAYS_MAX]),
             reason=reason,
         )

@@ -91,9 +91,10 @@ class HostReader(Protocol):
 class ProcessFacts:
     """A process as the kernel shows it.
 
-    ``lease_id`` is the GPUPOOL_LEASE_ID of its environment: empty where it has
-    none, None where the environment may not be read. ``ancestors`` are the pids
-    of its parent, grandparent and so on up to init, at most 64.
+    ``lease_id`` is the GPUPOOL_LEASE_ID of its environment, else the lease that its
+    cgroup is called after (gpupool-lease-LEASE): empty where it has none, None where the
+    environment may not be read. ``ancestors`` are the pids of its parent, grandparent
+    and so on up to init, at most 64.
     """
 
     pid: int
@@ -103,6 +104,14 @@ class ProcessFacts:
     command: str
     lease_id: str | None
     ancestors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessIdentity:
+    """One process for ever, and whose it is; ``uid`` None: of several users at once."""
+
+    start_ticks: int
+    uid: int | None
 
 
 class ProcessWatch(Protocol):
@@ -118,6 +127,10 @@ class ProcessTable(Protocol):
 
     def describe(self, pid: int) -> ProcessFacts | None:
         """Facts of a process, None when there is no such process."""
+        ...
+
+    def identify(self, pid: int) -> ProcessIdentity | None:
+        """Start time and user of a process, None when there is none."""
         ...
 
     def start_ticks(self, pid: int) -> int | None:

@@ -304,12 +304,19 @@ def _processes(
     running: list[Any] | None = _ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle)
     if running is None:
         return None, ()
-    clients: list[Any] = _ask(nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, handle) or []
-    told: dict[int, int] = {each.pid: each.usedGpuMemory or 0 for each in [*running, *clients]}
+    clients: list[Any] | None = _ask(nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, handle)
+    told: dict[int, int] = {
+        each.pid: each.usedGpuMemory or 0 for each in [*running, *(clients or [])]
+    }
+    through_mps = None if clients is None else {each.pid for each in clients}
     doubts = {pid: process_doubt(pid, used, total_bytes) for pid, used in told.items()}
     found = tuple(
-        # What is there is listed, however much it says it holds.
-        GpuProcess(pid=pid, memory_mib=0 if doubts[pid] else told[pid] // MIB)
+        GpuProcess(
+            pid=pid,
+            # What is there is listed, however much it says it holds.
+            memory_mib=0 if doubts[pid] else told[pid] // MIB,
+            through_mps=None if through_mps is None else pid in through_mps,
+        )
         for pid in sorted(told)
     )
     return found, tuple(filter(None, doubts.values()))

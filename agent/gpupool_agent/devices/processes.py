@@ -8,16 +8,20 @@ process that it was opened for.
 import asyncio
 import os
 import pwd
+import re
+import select
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from gpupool_agent.devices.interfaces import ProcessFacts
+from gpupool_agent.devices.interfaces import ProcessFacts, ProcessIdentity
 from gpupool_agent.devices.sysfs import read_file
 
 ANCESTORS_MAX = 64
 COMMAND_CHARS_MAX = 253
 LEASE_ID = b"GPUPOOL_LEASE_ID="
+LEASE_CGROUP = re.compile(r"/gpupool-lease-([A-Za-z0-9_-]{1,128})(?:\.(?:scope|service))?(?:/|$)")
+"""A lease's cgroup, as ``systemd-run --scope --unit=gpupool-lease-LEASE`` makes one."""
 
 
 class PidfdWatch:
@@ -66,6 +70,23 @@ class ProcProcessTable:
             ancestors=self._ancestors(parent),
         )
 
+    def identify(self, pid: int) -> ProcessIdentity | None:
+        """Start time and user of a process, read while a pidfd holds it; None: there is none."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            # A thread has a number too, but it is no process.
+            return None
+        try:
+            found = ProcessIdentity(start_ticks=self._stat(pid)[1], uid=self._uid(pid))
+            # Readable: it has ended, and what was read may be another's.
+            ended, _, _ = select.select([pidfd], [], [], 0)
+        except (OSError, ValueError, IndexError):
+            return None
+        finally:
+            os.close(pidfd)
+        return None if ended else found
+
     def start_ticks(self, pid: int) -> int | None:
         """Start time of a process in clock ticks since boot, None when there is none."""
         try:
@@ -109,6 +130,13 @@ class ProcProcessTable:
         fields = read_file(f"{self._proc}/{pid}/stat").rpartition(")")[2].split()
         return int(fields[1]), int(fields[19])
 
+    def _uid(self, pid: int) -> int | None:
+        """The user of a process, where its real, effective and saved one are the same."""
+        lines = (self._proc / str(pid) / "status").read_text(errors="replace").splitlines()
+        line = next((each for each in lines if each.startswith("Uid:")), "")
+        real, *others = line.split()[1:]
+        return int(real) if all(each == real for each in others) else None
+
     def _ancestors(self, parent: int) -> tuple[int, ...]:
         line: list[int] = []
         while parent > 0 and len(line) < ANCESTORS_MAX:
@@ -120,14 +148,25 @@ class ProcProcessTable:
         return tuple(line)
 
     def _lease_id(self, directory: Path) -> str | None:
+        """By its environment, else by its cgroup; None where the former cannot be read."""
+        by_cgroup = _lease_of_cgroup(directory)
         try:
             environment = (directory / "environ").read_bytes()
         except OSError:
-            return None
+            return by_cgroup or None
         for entry in environment.split(b"\0"):
             if entry.startswith(LEASE_ID):
                 return entry.removeprefix(LEASE_ID).decode(errors="replace")
+        return by_cgroup
+
+
+def _lease_of_cgroup(directory: Path) -> str:
+    try:
+        text = (directory / "cgroup").read_text(encoding="utf-8", errors="replace")
+    except OSError:
         return ""
+    found = (LEASE_CGROUP.search(line) for line in text.splitlines())
+    return next((each[1] for each in found if each is not None), "")
 
 
 def user_name(uid: int) -> str:

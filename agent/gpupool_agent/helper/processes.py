@@ -5,6 +5,7 @@ import signal
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from gpupool_agent.helper.refusal import FailedError, RefusedError
 
@@ -12,6 +13,7 @@ PROC = Path("/proc")
 ENVIRON_BYTES_MAX = 2 * 2**20
 LEASE_ID = b"GPUPOOL_LEASE_ID="
 LEASE_ID_BYTES_MAX = 128
+COMMAND_BYTES_MAX = 253
 
 
 def start_ticks(pid: int) -> int | None:
@@ -23,6 +25,20 @@ def start_ticks(pid: int) -> int | None:
         return None if fields[0] in "XZ" else int(fields[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def seen(pid: int, ticks: int) -> dict[str, Any] | None:
+    """User and command of this very process, for the audit; None: it is gone, or another."""
+    directory = PROC / str(pid)
+    try:
+        uid, command = directory.stat().st_uid, (directory / "cmdline").read_bytes()
+    except OSError:
+        return None
+    if start_ticks(pid) != ticks:
+        return None
+    text = command[:COMMAND_BYTES_MAX].replace(b"\0", b" ").decode(errors="replace").strip()
+    shown = "".join(each if each.isprintable() else "?" for each in text)
+    return {"uid": uid, "command": shown}
 
 
 @contextmanager

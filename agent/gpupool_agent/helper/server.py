@@ -22,7 +22,7 @@ from typing import Any
 import structlog
 
 from gpupool_agent.helper.actions import Actions
-from gpupool_agent.helper.checks import read_action
+from gpupool_agent.helper.checks import EndProcess, read_action
 from gpupool_agent.helper.files import make_directory
 from gpupool_agent.helper.messages import (
     MESSAGE_BYTES_MAX,
@@ -31,6 +31,7 @@ from gpupool_agent.helper.messages import (
     encode,
     message_id,
 )
+from gpupool_agent.helper.processes import seen
 from gpupool_agent.helper.refusal import FailedError, RefusedError, shown
 from gpupool_agent.helper.settings import HelperSettings
 from gpupool_agent.settings import SettingsError
@@ -150,9 +151,12 @@ class HelperServer:
         """Check, do, and write down what became of it."""
         began_s = time.monotonic()
         outcome: dict[str, Any] = {"failed": "it was cut short"}
+        target = None
         try:
             with self._one_more():
                 action = read_action(message, self._policy)
+                if isinstance(action, EndProcess):
+                    target = seen(action.pid, action.start_ticks)
                 outcome = {"done": await self._actions.perform(action)}
         except RefusedError as error:
             outcome = {"refused": str(error)}
@@ -163,7 +167,8 @@ class HelperServer:
             outcome = {"failed": f"the helper is wrong: {type(error).__name__}"}
         finally:
             arguments = {key: each for key, each in message.items() if key not in ("id", "action")}
-            self._audit(peer, message.get("action"), arguments, outcome, time.monotonic() - began_s)
+            took_s = time.monotonic() - began_s
+            self._audit(peer, message.get("action"), arguments, outcome, took_s, target)
         return outcome
 
     @contextlib.contextmanager
@@ -183,10 +188,13 @@ class HelperServer:
         arguments: Mapping[str, Any],
         outcome: Mapping[str, Any],
         took_s: float,
+        target: Mapping[str, Any] | None = None,
     ) -> None:
         verdict = next(iter(outcome))
         say = self._log.info if verdict == "done" else self._log.warning
         more = {} if verdict == "done" else {"reason": str(outcome[verdict])[:500]}
+        # Of a process to be ended: whose it was, since afterwards nobody can look.
+        named = {} if target is None else {"process": dict(target)}
         say(
             "helper.action",
             peer_uid=peer.uid,
@@ -197,6 +205,7 @@ class HelperServer:
             },
             outcome=verdict,
             took_ms=round(took_s * 1000, 1),
+            **named,
             **more,
         )
 

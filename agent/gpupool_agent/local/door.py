@@ -22,6 +22,8 @@ import grpc.aio
 import structlog
 
 from gpupool.model.limits import MESSAGE_BYTES_MAX
+from gpupool.v1.agent_pb2_grpc import add_AgentServiceServicer_to_server
+from gpupool_agent.local.adopting import Adopter, AgentService
 from gpupool_agent.local.forward import Forwarder, Peer, Uplink
 
 CREDENTIALS = struct.Struct("3i")
@@ -51,6 +53,7 @@ class LocalDoor:
         link: Uplink,
         connections_max: int,
         start_ticks: Callable[[int], int | None],
+        adopter: Adopter,
     ) -> None:
         self.path = path
         self._connections_max = connections_max
@@ -58,6 +61,7 @@ class LocalDoor:
         self._peers: dict[str, Peer] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._forwarder = Forwarder(node_id, link, self._peers.get)
+        self._service = AgentService(adopter, self._peers.get)
         self._inner: grpc.aio.Server | None = None
         self._outer: asyncio.Server | None = None
         self._private: Path | None = None
@@ -78,6 +82,7 @@ class LocalDoor:
         inner = self._private / "inner"
         self._inner = grpc.aio.server(options=SERVER_OPTIONS)
         self._inner.add_generic_rpc_handlers((self._forwarder,))
+        add_AgentServiceServicer_to_server(self._service, self._inner)
         self._inner.add_insecure_port(f"unix:{inner}")
         await self._inner.start()
         self.path.unlink(missing_ok=True)

@@ -39,7 +39,13 @@ from gpupool_agent.simulated.specs import (
     read_nodes_csv,
 )
 
-_PERIODS = ("inventory_period_s", "usage_period_s", "telemetry_period_s")
+_SETTINGS = {
+    "inventory_period_s": "S",
+    "usage_period_s": "S",
+    "telemetry_period_s": "S",
+    "strays": "WORD",
+}
+"""Settings of the agents that can be given, with what stands for their value."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,6 +94,7 @@ async def _run(
         socket_directory=arguments.local_socket_dir,
         cdi=arguments.cdi,
         mps_programs=arguments.mps_programs,
+        helper=arguments.helper,
     )
     fleet = Fleet(directory, hosts)
     try:
@@ -132,7 +139,7 @@ def _specs(arguments: argparse.Namespace) -> list[NodeSpec]:
 
 def _settings(arguments: argparse.Namespace) -> AgentSettings:
     flags = {"allocators": ",".join(arguments.allocator or ["127.0.0.1:7070"])}
-    for name in _PERIODS:
+    for name in _SETTINGS:
         text = getattr(arguments, name)
         if text is not None:
             flags[name] = text
@@ -179,8 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--cdi", action="store_true", help="write CDI specs of leases beside each node's hardware")
     add("--ready-file", type=Path, metavar="FILE", help="JSON, written when all are connected")
     add("--mps-programs", action="store_true", help="MPS daemons are programs, not only values")
-    for name in _PERIODS:
-        add(f"--{name.replace('_', '-')}", metavar="S", help=f"the agents' {name}")
+    add("--helper", action="store_true", help="agents have a root helper, which ends processes")
+    for name, value in _SETTINGS.items():
+        add(f"--{name.replace('_', '-')}", metavar=value, help=f"the agents' {name}")
     add("--verbose", action="store_true", help="log what agents do, not only what goes wrong")
     return parser
 

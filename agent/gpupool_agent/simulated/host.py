@@ -28,8 +28,9 @@ from gpupool_agent.simulated.driver_calls import SimulatedDriverCalls
 from gpupool_agent.simulated.gate import Gate
 from gpupool_agent.simulated.gpu_processes import start_ticks_of
 from gpupool_agent.simulated.mps import SimulatedMps
-from gpupool_agent.simulated.mps_programs import end_daemons, mps_daemons
+from gpupool_agent.simulated.mps_programs import end_daemons, mps_daemons, mps_directory
 from gpupool_agent.simulated.node import COMPUTE_MODE_DEFAULT, CURRENT_NODE, SimulatedNode
+from gpupool_agent.simulated.privileged import SimulatedPrivileged
 from gpupool_agent.simulated.specs import NodeSpec
 from gpupool_agent.simulated.strays import Strays
 from gpupool_agent.simulated.sysfs import sysfs_root, write_sysfs
@@ -55,6 +56,7 @@ class SimulatedHost:
     agent, and a fleet that is started on it again is the same boot. ``pci_trees`` holds
     what hosts of one machine have in common. The hosts of a fleet share ``threads``.
     ``mps_programs``: slices have real daemons of the control program's stand-in.
+    ``helper``: its agent has a root helper, and so ends what leases leave behind.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class SimulatedHost:
         threads: CallThreads | None = None,
         *,
         mps_programs: bool = False,
+        helper: bool = False,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # Holders of any user look for their node here.
@@ -84,6 +87,7 @@ class SimulatedHost:
         self._threads = threads or CallThreads()
         self._boot_id_file = directory / "boot-id"
         self._mps_programs = mps_programs
+        self._helper = helper
         self._mps = SimulatedMps(directory / "mps")
         self._gates: dict[str, Gate] = {}
         self._agent: Agent | None = None
@@ -232,6 +236,9 @@ class SimulatedHost:
             cdi=CdiDirectory(self.settings.cdi_dir) if self.settings.cdi_dir else None,
             # The one that sites make where the NVLink domain spans hosts.
             imex_channels=lambda: (0,) if machine.fabric.multi_node else (),
+            privileged=(
+                SimulatedPrivileged(self.node, mps_directory(self.node)) if self._helper else None
+            ),
         )
 
     def _dial(self, address: str) -> grpc.aio.Channel:
@@ -254,12 +261,13 @@ def make_hosts(
     socket_directory: Path | None,
     cdi: bool = False,
     mps_programs: bool = False,
+    helper: bool = False,
 ) -> list[SimulatedHost]:
     """Make the hosts of a fleet, not yet started; ``common`` is what agents share.
 
     Without a ``state_directory`` agents forget everything when they restart; without
     a ``socket_directory`` they have no socket for local clients. ``cdi``: they write CDI
-    specs beside their hardware. Raises SettingsError.
+    specs beside their hardware. ``helper`` is as in SimulatedHost. Raises SettingsError.
     """
     hosts: list[SimulatedHost] = []
     threads = CallThreads()
@@ -277,7 +285,13 @@ def make_hosts(
         )
         hosts.append(
             SimulatedHost(
-                spec, directory, hardware.pci_trees, settings, threads, mps_programs=mps_programs
+                spec,
+                directory,
+                hardware.pci_trees,
+                settings,
+                threads,
+                mps_programs=mps_programs,
+                helper=helper,
             )
         )
     return hosts

@@ -208,6 +208,7 @@ def _forget_oldest_missing(state: State, node: NodeEntry) -> None:
     ]
     for uuid in missing[: max(0, len(node.devices) - DEVICES_PER_NODE_MAX)]:
         del node.devices[uuid], state.device_nodes[uuid]
+        state.with_strays.pop(uuid, None)
         state.books.forget_device(uuid)
         state.out.record("device.forgotten", uuid, f"node {node.node_id} has had too many others")
 
@@ -224,6 +225,7 @@ def _move_device(state: State, uuid: DeviceUuid, old_id: NodeId, new_id: NodeId)
             begin_end(state, state.leases[key.lease_id], LeaseState.FAILED, cause)
             member_ended(state, state.leases[key.lease_id], member)
     old.devices.pop(uuid, None)
+    state.with_strays.pop(uuid, None)
     state.books.forget_device(uuid)
     state.record_changed(old_id)
 

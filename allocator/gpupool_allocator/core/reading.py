@@ -202,6 +202,7 @@ def summary(state: State) -> PoolSummary:
         waiting=len(state.queue),
         grain_pct=state.settings.grain_pct,
         read_only_reason=state.read_only,
+        strays=sum(state.with_strays.values()),
     )
 
 

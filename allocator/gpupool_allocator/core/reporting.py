@@ -8,15 +8,24 @@ from gpupool.model.assignment import (
     DeviceReport,
     FaultReport,
     HolderEnd,
+    ProcessNote,
+    ProcessNoteKind,
 )
 from gpupool.model.ids import DeviceUuid, NodeId
+from gpupool.model.inventory import StrayCause, StrayProcess
 from gpupool.model.lease import Explanation, LeaseState, MemberState, Place
 from gpupool.model.request import OnFailure
 from gpupool_allocator.core.books import BookingError
 from gpupool_allocator.core.capacity import FAULTY, UNCLEAN, UnclaimedKey
 from gpupool_allocator.core.clocks import ClockKind
 from gpupool_allocator.core.ending import begin_end, member_ended
-from gpupool_allocator.core.entries import FaultName, LeaseEntry, MemberEntry, NodeEntry
+from gpupool_allocator.core.entries import (
+    DeviceEntry,
+    FaultName,
+    LeaseEntry,
+    MemberEntry,
+    NodeEntry,
+)
 from gpupool_allocator.core.granting import place_on_node, place_text, replan_member
 from gpupool_allocator.core.state import State
 from gpupool_allocator.core.unclaimed import book_unclaimed, forget_unclaimed
@@ -166,20 +175,11 @@ def take_device_reports(state: State, node: NodeEntry, reports: Iterable[DeviceR
         if entry is None:
             continue  # reported before its inventory; the full state follows with it
         was_offered, had_failed = entry.offered, entry.failed
-        named = {stray.pid for stray in entry.strays}
         entry.confirmed = True
         entry.clean = report.clean
         entry.failed = report.failed
-        entry.strays = report.strays
         entry.reason = report.reason
-        for stray in report.strays:
-            if stray.pid not in named:
-                state.out.record(
-                    "device.stray",
-                    report.uuid,
-                    "a process that belongs to no lease is on it",
-                    {"pid": str(stray.pid), "user": stray.user, "command": stray.command},
-                )
+        _take_strays(state, node, entry, report)
         cause = FAULTY if entry.failed else UNCLEAN
         state.books.offer_device(report.uuid, entry.offered, cause)
         if entry.offered and not was_offered:
@@ -191,6 +191,69 @@ def take_device_reports(state: State, node: NodeEntry, reports: Iterable[DeviceR
             state.out.record(kind, report.uuid, report.reason or "reported by its node")
         if report.failed and not had_failed:
             device_lost(state, report.uuid, report.reason or "the driver has lost it")
+
+
+STRAY_CAUSES: dict[str, str] = {
+    StrayCause.NO_LEASE: "and belongs to no lease",
+    StrayCause.OUTLIVED: "although its lease has ended",
+    StrayCause.ELSEWHERE: "although its lease has other devices",
+    StrayCause.BESIDE_MPS: "beside the MPS server of its lease's slice",
+    StrayCause.OVER_MEMORY: "with more memory than its lease's slice was given",
+}
+"""Why a process should not be on a device; agents of the first release do not tell."""
+
+
+def _take_strays(state: State, node: NodeEntry, entry: DeviceEntry, report: DeviceReport) -> None:
+    """Each process that is on a device and should not be, once when it comes and when it goes."""
+    before = {stray.pid: stray for stray in entry.strays}
+    named = {stray.pid: stray for stray in report.strays}
+    for pid, stray in named.items():
+        if pid not in before or stray.cause != before[pid].cause:
+            why = STRAY_CAUSES.get(stray.cause, STRAY_CAUSES[StrayCause.NO_LEASE])
+            cause = f"{_process_text(stray)} is on it {why}"
+            state.out.record("device.stray", report.uuid, cause, _process_details(node, stray))
+    for pid, stray in before.items():
+        if pid not in named:
+            cause = f"{_process_text(stray)} is not named by its node any more"
+            state.out.record("device.stray_gone", report.uuid, cause, _process_details(node, stray))
+    entry.strays = report.strays
+    if report.strays:
+        state.with_strays[report.uuid] = len(report.strays)
+    else:
+        state.with_strays.pop(report.uuid, None)
+
+
+def take_process_notes(state: State, node: NodeEntry, notes: Iterable[ProcessNote]) -> None:
+    """Puts what an agent did to processes into the history."""
+    for note in notes:
+        what, details = _process_text(note.process), _process_details(node, note.process)
+        match note.kind:
+            case ProcessNoteKind.STOPPED:
+                cause = f"its node ended {what} on it by {note.reason}"
+                state.out.record("process.stopped", note.device_uuid, cause, details)
+            case ProcessNoteKind.ADOPTED:
+                cause = f"{note.actor} took {what} on {note.device_uuid} into it"
+                details = {**details, "device_uuid": note.device_uuid, "actor": note.actor}
+                subject = note.process.lease_id or note.device_uuid
+                state.out.record("process.adopted", subject, cause, details)
+
+
+def _process_text(stray: StrayProcess) -> str:
+    who = stray.user or f"uid {stray.uid}"
+    return f"process {stray.pid} of {who} ({stray.command or 'unknown command'})"
+
+
+def _process_details(node: NodeEntry, stray: StrayProcess) -> dict[str, str]:
+    return {
+        "node_id": node.node_id,
+        "pid": str(stray.pid),
+        "uid": str(stray.uid),
+        "user": stray.user,
+        "command": stray.command,
+        "memory_mib": str(stray.memory_mib),
+        "why": stray.cause,
+        "lease_id": stray.lease_id,
+    }
 
 
 def device_lost(state: State, uuid: DeviceUuid, reason: str) -> None:

@@ -18,6 +18,7 @@ from gpupool_allocator.core.reporting import (
     take_device_reports,
     take_faults,
     take_holder_ends,
+    take_process_notes,
 )
 from gpupool_allocator.core.state import State
 from gpupool_allocator.core.unclaimed import forget_unclaimed, is_unknown, keep_unclaimed
@@ -41,6 +42,7 @@ def take_report(state: State, node: NodeEntry, report: Report, now: float) -> No
         node.accepted_revision = report.accepted_revision
         end_unseen(state, node)
     take_faults(state, node, report.faults, complete=report.full)
+    take_process_notes(state, node, report.process_notes)
     take_holder_ends(state, node.node_id, report.ended_holders)
     _tell_again_if_behind(state, node, now)
 

@@ -31,6 +31,7 @@ class State:
     ``fits_store``: a lease with these members can be stored as one record.
     ``freed``: nodes on which something became available during this event.
     ``heads``: the waiting requests that were asked last whether to keep places for them.
+    ``with_strays``: devices with processes that should not be on them, and how many.
     ``changed_nodes``: nodes whose desired state must be sent. ``changed_records``: nodes to
     be stored.
     ``changed_leases``: leases to be stored; those in ``told`` are also shown to
@@ -62,6 +63,7 @@ class State:
     read_only: str = ""
     freed: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
     queue_changed: bool = False
+    with_strays: dict[DeviceUuid, int] = field(default_factory=dict[DeviceUuid, int])
     changed_nodes: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
     changed_records: dict[NodeId, None] = field(default_factory=dict[NodeId, None])
     changed_leases: dict[LeaseId, None] = field(default_factory=dict[LeaseId, None])

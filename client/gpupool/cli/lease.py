@@ -1,4 +1,4 @@
-"""gpupool lease: create, list, show, release, watch, env, hostfile."""
+"""gpupool lease: create, list, show, release, adopt, watch, env, hostfile."""
 
 from __future__ import annotations
 
@@ -171,6 +171,27 @@ def release(session: Session, lease_ids: tuple[str, ...], reason: str) -> None:
     with session.client() as client:
         for lease_id in lease_ids:
             click.echo(f"{lease_id} {client.release(lease_id, reason).state}")
+
+
+@lease.command(epilog="\b\nExample:\n  gpupool lease adopt LEASE --pid 4711")
+@click.argument("lease_id", metavar="LEASE")
+@click.option(
+    "--pid", "pids", type=int, multiple=True, required=True, help="Process id; repeatable."
+)
+@takes_address
+@click.pass_obj
+def adopt(session: Session, lease_id: str, pids: tuple[int, ...]) -> None:
+    """Takes processes that run on this host into a lease.
+
+    For what was started without the lease's environment, as by a notebook server. A
+    process must be on a GPU that the lease has on this host. From then on it counts to
+    the lease and is ended with it. Process and lease must be yours, unless you are root.
+    """
+    with session.client() as client:
+        for pid in pids:
+            adopted = client.adopt(lease_id, pid)
+            what = f"process {pid} ({printable(adopted.command)})"
+            click.echo(f"{what} on {', '.join(adopted.device_uuids)} is of {lease_id} now")
 
 
 @lease.command(epilog="\b\nExample:\n  gpupool lease watch LEASE -o json")

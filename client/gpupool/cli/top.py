@@ -35,6 +35,7 @@ POOL: Listing[PoolSummary] = Listing(
         Column("FREE", lambda pool: pool.devices_free, right=True),
         Column("USED", lambda pool: pool.devices_used, right=True),
         Column("NOT OFFERED", lambda pool: pool.devices_unavailable, right=True),
+        Column("STRAYS", lambda pool: pool.strays, right=True),
         Column("GRANTED", lambda pool: f"{pool.granted_share_pct / 100:g} GPU", right=True),
         Column("LEASES", lambda pool: pool.leases, right=True),
         Column("WAITING", lambda pool: pool.waiting, right=True),

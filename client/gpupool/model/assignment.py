@@ -92,8 +92,8 @@ class AssignmentReport:
 class DeviceReport:
     """What a node says about one device.
 
-    ``clean``: nothing runs on it outside assignments, its unassigned memory is
-    free and its mode is what it was. ``failed``: the driver lost it, or does not
+    ``clean``: nothing runs on it outside assignments or their limits, its unassigned
+    memory is free and its mode is what it was. ``failed``: the driver lost it, or does not
     answer for it.
     """
 
@@ -122,6 +122,28 @@ class FaultReport:
     open: bool
     device_uuid: DeviceUuid | None = None
     unix_s: float = 0.0
+
+
+class ProcessNoteKind(StrEnum):
+    """What was done to a process: the agent ended it, or it was taken into a lease."""
+
+    STOPPED = "stopped"
+    ADOPTED = "adopted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessNote:
+    """Something that was done to a process on a device, for the history.
+
+    ``process.lease_id`` is the lease that it was taken into, or was of. ``actor`` is who
+    asked for it, empty where the agent went by its own rules.
+    """
+
+    kind: ProcessNoteKind
+    device_uuid: DeviceUuid
+    process: StrayProcess
+    reason: str = ""
+    actor: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +181,7 @@ class Report:
     A ``full`` one is an account of all assignments, devices, holders and open faults;
     only the inventory is left out where this connection has heard it.
     ``alive_holders`` is complete in every report: it renews every process-bound
-    lease whose holder lives on the node.
+    lease whose holder lives on the node. ``process_notes`` are told once.
     """
 
     full: bool = False
@@ -170,6 +192,7 @@ class Report:
     ended_holders: tuple[HolderEnd, ...] = ()
     accepted_revision: int = 0
     faults: tuple[FaultReport, ...] = ()
+    process_notes: tuple[ProcessNote, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """What a node has."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from gpupool.model.ids import DeviceUuid, NodeId
 
@@ -117,15 +118,36 @@ class NodeInventory:
     hostname: str = ""
 
 
+class StrayCause(StrEnum):
+    """Why a process should not be on a device.
+
+    It is of no lease; its lease has ended; its lease has other devices; it is of a slice
+    and does not go through the slice's MPS server; it is of a slice that holds more
+    memory than it was given.
+    """
+
+    NO_LEASE = "no_lease"
+    OUTLIVED = "outlived"
+    ELSEWHERE = "elsewhere"
+    BESIDE_MPS = "beside_mps"
+    OVER_MEMORY = "over_memory"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrayProcess:
-    """A process on a device that belongs to no assignment; memory 0: unknown."""
+    """A process on a device that belongs to no assignment, or is outside its limits.
+
+    Memory 0: unknown. ``cause`` is a word of StrayCause, of a later release, or empty:
+    not told. ``lease_id`` is what it belongs, belonged or says to belong to.
+    """
 
     pid: int
     uid: int = 0
     user: str = ""
     command: str = ""
     memory_mib: int = 0
+    cause: str = ""
+    lease_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

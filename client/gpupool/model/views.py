@@ -80,7 +80,10 @@ class UnclaimedAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSummary:
-    """Sums; devices = free + used + unavailable. ``granted_share_pct``: hundredths of a GPU."""
+    """Sums; devices = free + used + unavailable. ``granted_share_pct``: hundredths of a GPU.
+
+    ``strays``: processes on devices that belong to no lease, or are outside its limits.
+    """
 
     epoch: int
     version: str
@@ -95,6 +98,7 @@ class PoolSummary:
     waiting: int
     grain_pct: int
     read_only_reason: str
+    strays: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from grpc import aio
 
 from gpupool.sdk.calls import Backoff, OnOutage, call, error_from_rpc, senseless
 from gpupool.sdk.channel import open_channel, resolve_address
+from gpupool.v1.agent_pb2_grpc import AgentServiceStub
 from gpupool.v1.lease_pb2_grpc import LeaseServiceStub
 from gpupool.v1.pool_pb2_grpc import PoolServiceStub
 from gpupool.wire.errors import BadField
@@ -42,6 +43,7 @@ class Connection:
         self._channel = open_channel(self.address)
         self.leases: Any = LeaseServiceStub(self._channel)
         self.pool: Any = PoolServiceStub(self._channel)
+        self.agent: Any = AgentServiceStub(self._channel)
 
     async def read(
         self, method: Callable[..., Any], request: object, read: Callable[[Any], _Result]

@@ -56,6 +56,28 @@ ASSIGNMENT_STATE_ENDED: AssignmentState.ValueType  # 5
 """Nothing of it is left: no process, memory free, mode restored."""
 Global___AssignmentState: _TypeAlias = AssignmentState  # noqa: Y015
 
+class _ProcessNoteKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ProcessNoteKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ProcessNoteKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PROCESS_NOTE_KIND_UNSPECIFIED: _ProcessNoteKind.ValueType  # 0
+    PROCESS_NOTE_KIND_STOPPED: _ProcessNoteKind.ValueType  # 1
+    """The agent ended it."""
+    PROCESS_NOTE_KIND_ADOPTED: _ProcessNoteKind.ValueType  # 2
+    """It was taken into a lease, and counts as the lease's from now on."""
+
+class ProcessNoteKind(_ProcessNoteKind, metaclass=_ProcessNoteKindEnumTypeWrapper):
+    """What was done to a process."""
+
+PROCESS_NOTE_KIND_UNSPECIFIED: ProcessNoteKind.ValueType  # 0
+PROCESS_NOTE_KIND_STOPPED: ProcessNoteKind.ValueType  # 1
+"""The agent ended it."""
+PROCESS_NOTE_KIND_ADOPTED: ProcessNoteKind.ValueType  # 2
+"""It was taken into a lease, and counts as the lease's from now on."""
+Global___ProcessNoteKind: _TypeAlias = ProcessNoteKind  # noqa: Y015
+
 @_typing.final
 class ConnectRequest(_message.Message):
     """Up."""
@@ -594,6 +616,7 @@ class Report(_message.Message):
     ENDED_HOLDERS_FIELD_NUMBER: _builtins.int
     ACCEPTED_REVISION_FIELD_NUMBER: _builtins.int
     FAULTS_FIELD_NUMBER: _builtins.int
+    PROCESS_NOTES_FIELD_NUMBER: _builtins.int
     full: _builtins.bool
     """All assignments, devices, holders and open faults are named, not only changes:
     what is not named is not there.
@@ -626,6 +649,10 @@ class Report(_message.Message):
     def faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___FaultReport]:
         """What the agent found wrong."""
 
+    @_builtins.property
+    def process_notes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProcessNote]:
+        """What was done to processes on its devices since the last report, told once."""
+
     def __init__(
         self,
         *,
@@ -637,10 +664,11 @@ class Report(_message.Message):
         ended_holders: _abc.Iterable[Global___HolderEnd] | None = ...,
         accepted_revision: _builtins.int = ...,
         faults: _abc.Iterable[Global___FaultReport] | None = ...,
+        process_notes: _abc.Iterable[Global___ProcessNote] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inventory", b"inventory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_revision", b"accepted_revision", "alive_holder_lease_ids", b"alive_holder_lease_ids", "assignments", b"assignments", "devices", b"devices", "ended_holders", b"ended_holders", "faults", b"faults", "full", b"full", "inventory", b"inventory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_revision", b"accepted_revision", "alive_holder_lease_ids", b"alive_holder_lease_ids", "assignments", b"assignments", "devices", b"devices", "ended_holders", b"ended_holders", "faults", b"faults", "full", b"full", "inventory", b"inventory", "process_notes", b"process_notes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -746,8 +774,8 @@ class DeviceReport(_message.Message):
     uuid: _builtins.str
     """Device."""
     clean: _builtins.bool
-    """Nothing runs on it outside assignments, its unassigned memory is free and
-    its mode is what it was.
+    """Nothing runs on it outside assignments or their limits, its unassigned memory is
+    free and its mode is what it was.
     """
     reason: _builtins.str
     """Why it is not clean, or not answering."""
@@ -755,7 +783,7 @@ class DeviceReport(_message.Message):
     """The driver has lost it or does not answer."""
     @_builtins.property
     def strays(self) -> _containers.RepeatedCompositeFieldContainer[Global___StrayProcess]:
-        """Processes on it that belong to no assignment."""
+        """Processes on it that should not be there."""
 
     def __init__(
         self,
@@ -776,7 +804,7 @@ Global___DeviceReport: _TypeAlias = DeviceReport  # noqa: Y015
 
 @_typing.final
 class StrayProcess(_message.Message):
-    """A process on a device that belongs to no assignment."""
+    """A process on a device that belongs to no assignment, or is outside its limits."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -785,6 +813,8 @@ class StrayProcess(_message.Message):
     USER_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
     MEMORY_MIB_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     """Process id."""
     uid: _builtins.int
@@ -795,6 +825,14 @@ class StrayProcess(_message.Message):
     """Command line, shortened to 253 characters."""
     memory_mib: _builtins.int
     """GPU memory it holds in MiB; 0: unknown."""
+    cause: _builtins.str
+    """Why it should not be there, a stable word: "no_lease", "outlived", "elsewhere",
+    "beside_mps" or "over_memory"; empty: not told.
+    """
+    lease_id: _builtins.str
+    """Lease that it belongs, belonged or says to belong to, at most 253 characters;
+    empty: none.
+    """
     def __init__(
         self,
         *,
@@ -803,14 +841,56 @@ class StrayProcess(_message.Message):
         user: _builtins.str = ...,
         command: _builtins.str = ...,
         memory_mib: _builtins.int = ...,
+        cause: _builtins.str = ...,
+        lease_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "memory_mib", b"memory_mib", "pid", b"pid", "uid", b"uid", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "command", b"command", "lease_id", b"lease_id", "memory_mib", b"memory_mib", "pid", b"pid", "uid", b"uid", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StrayProcess: _TypeAlias = StrayProcess  # noqa: Y015
+
+@_typing.final
+class ProcessNote(_message.Message):
+    """Something that was done to a process on a device, for the history."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    DEVICE_UUID_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ACTOR_FIELD_NUMBER: _builtins.int
+    kind: Global___ProcessNoteKind.ValueType
+    """What was done."""
+    device_uuid: _builtins.str
+    """Device that the process was on."""
+    reason: _builtins.str
+    """For people: how it was ended."""
+    actor: _builtins.str
+    """Who asked for it, a user's name or id; empty: the agent by its own rules."""
+    @_builtins.property
+    def process(self) -> Global___StrayProcess:
+        """The process; its lease_id is that of the lease that it was taken into, or was of."""
+
+    def __init__(
+        self,
+        *,
+        kind: Global___ProcessNoteKind.ValueType = ...,
+        device_uuid: _builtins.str = ...,
+        process: Global___StrayProcess | None = ...,
+        reason: _builtins.str = ...,
+        actor: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actor", b"actor", "device_uuid", b"device_uuid", "kind", b"kind", "process", b"process", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessNote: _TypeAlias = ProcessNote  # noqa: Y015
 
 @_typing.final
 class HolderEnd(_message.Message):

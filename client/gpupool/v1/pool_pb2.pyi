@@ -132,6 +132,7 @@ class GetPoolResponse(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     GRAIN_PCT_FIELD_NUMBER: _builtins.int
     READ_ONLY_REASON_FIELD_NUMBER: _builtins.int
+    STRAYS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The allocator's term."""
     version: _builtins.str
@@ -158,6 +159,8 @@ class GetPoolResponse(_message.Message):
     """Smallest step of a share in percent."""
     read_only_reason: _builtins.str
     """Changes are refused, and why; empty: they are not."""
+    strays: _builtins.int
+    """Processes on devices that belong to no lease, or are outside its limits."""
     def __init__(
         self,
         *,
@@ -174,10 +177,11 @@ class GetPoolResponse(_message.Message):
         waiting: _builtins.int = ...,
         grain_pct: _builtins.int = ...,
         read_only_reason: _builtins.str = ...,
+        strays: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "devices_free", b"devices_free", "devices_unavailable", b"devices_unavailable", "devices_used", b"devices_used", "epoch", b"epoch", "grain_pct", b"grain_pct", "granted_share_pct", b"granted_share_pct", "leases", b"leases", "nodes", b"nodes", "nodes_connected", b"nodes_connected", "read_only_reason", b"read_only_reason", "version", b"version", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["devices", b"devices", "devices_free", b"devices_free", "devices_unavailable", b"devices_unavailable", "devices_used", b"devices_used", "epoch", b"epoch", "grain_pct", b"grain_pct", "granted_share_pct", b"granted_share_pct", "leases", b"leases", "nodes", b"nodes", "nodes_connected", b"nodes_connected", "read_only_reason", b"read_only_reason", "strays", b"strays", "version", b"version", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,7 +400,7 @@ class DeviceStatus(_message.Message):
 
     @_builtins.property
     def strays(self) -> _containers.RepeatedCompositeFieldContainer[_node_pb2.StrayProcess]:
-        """Processes that belong to no lease."""
+        """Processes that belong to no lease, or are outside its limits."""
 
     @_builtins.property
     def telemetry(self) -> _node_pb2.DeviceTelemetry:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Generic, TypeVar
 
-from gpupool.model.assignment import AssignmentState
+from gpupool.model.assignment import AssignmentState, ProcessNoteKind
 from gpupool.model.hold import HoldScope
 from gpupool.model.lease import LeaseState, MemberState
 from gpupool.model.request import Level, OnFailure, WorkloadClass
@@ -48,4 +48,5 @@ WORKLOAD_CLASSES = EnumTable(WorkloadClass, resources_pb2.WorkloadClass.Value, "
 LEASE_STATES = EnumTable(LeaseState, resources_pb2.LeaseState.Value, "LEASE_STATE")
 MEMBER_STATES = EnumTable(MemberState, resources_pb2.MemberState.Value, "MEMBER_STATE")
 ASSIGNMENT_STATES = EnumTable(AssignmentState, node_pb2.AssignmentState.Value, "ASSIGNMENT_STATE")
+PROCESS_NOTE_KINDS = EnumTable(ProcessNoteKind, node_pb2.ProcessNoteKind.Value, "PROCESS_NOTE_KIND")
 HOLD_SCOPES = EnumTable(HoldScope, pool_pb2.HoldScope.Value, "HOLD_SCOPE")

@@ -217,19 +217,24 @@ def node_inventory_from_proto(at: str, message: pb.NodeInventory) -> NodeInvento
 
 
 def stray_process_to_proto(stray: StrayProcess) -> pb.StrayProcess:
-    """A process outside every assignment; its command is shortened to 253 characters.
+    """A process that should not be where it is; its texts are cut at 253 characters.
 
-    A command line is bytes: what is not UTF-8 in it would make the whole report
-    unsendable, so it is shown as "?".
+    Command line and lease id are a process's own bytes: what is not UTF-8 in them would
+    make the whole report unsendable, so it is shown as "?".
     """
-    shown = stray.command[:_COMMAND_CHARS_MAX].replace("\0", " ")
     return pb.StrayProcess(
         pid=stray.pid,
         uid=stray.uid,
         user=stray.user,
-        command=shown.encode("utf-8", "replace").decode("utf-8"),
+        command=_sendable(stray.command, _COMMAND_CHARS_MAX),
         memory_mib=stray.memory_mib,
+        cause=stray.cause,
+        lease_id=_sendable(stray.lease_id, limits.NAME_CHARS_MAX),
     )
+
+
+def _sendable(text: str, chars_max: int) -> str:
+    return text[:chars_max].replace("\0", " ").encode("utf-8", "replace").decode("utf-8")
 
 
 def stray_process_from_proto(at: str, message: pb.StrayProcess) -> StrayProcess:
@@ -240,4 +245,6 @@ def stray_process_from_proto(at: str, message: pb.StrayProcess) -> StrayProcess:
         user=door.long_text(at, "user", message.user, most=limits.NAME_CHARS_MAX),
         command=door.long_text(at, "command", message.command, most=_COMMAND_CHARS_MAX),
         memory_mib=door.integer(at, "memory_mib", message.memory_mib, 0, limits.GPU_MEMORY_MIB_MAX),
+        cause=door.word(at, "cause", message.cause) if message.cause else "",
+        lease_id=door.long_text(at, "lease_id", message.lease_id, most=limits.NAME_CHARS_MAX),
     )

@@ -13,6 +13,7 @@ from gpupool.model.assignment import (
     FaultReport,
     Hello,
     HolderEnd,
+    ProcessNote,
     Report,
     Welcome,
 )
@@ -33,6 +34,7 @@ from gpupool.wire.assignment import (
     holder_watch_from_proto,
     holder_watch_to_proto,
 )
+from gpupool.wire.enums import PROCESS_NOTE_KINDS
 from gpupool.wire.inventory import (
     device_from_proto,
     device_to_proto,
@@ -82,6 +84,8 @@ __all__ = [
     "holder_watch_to_proto",
     "node_inventory_from_proto",
     "node_inventory_to_proto",
+    "process_note_from_proto",
+    "process_note_to_proto",
     "report_from_proto",
     "report_to_proto",
     "stray_process_from_proto",
@@ -95,6 +99,7 @@ __all__ = [
 _PROTOCOL_REVISIONS_MAX = 64
 _STRAYS_MAX = 1024
 _FAULTS_MAX = 1024
+_PROCESS_NOTES_MAX = 1024
 _WELCOME_S_MAX = 86400.0
 _POWER_MW_MAX = 1_000_000_000
 
@@ -236,6 +241,28 @@ def fault_report_from_proto(at: str, message: pb.FaultReport) -> FaultReport:
     )
 
 
+def process_note_to_proto(note: ProcessNote) -> pb.ProcessNote:
+    """Something that was done to a process."""
+    return pb.ProcessNote(
+        kind=PROCESS_NOTE_KINDS.to_proto(note.kind),
+        device_uuid=note.device_uuid,
+        process=stray_process_to_proto(note.process),
+        reason=note.reason,
+        actor=note.actor,
+    )
+
+
+def process_note_from_proto(at: str, message: pb.ProcessNote) -> ProcessNote:
+    """Raises BadField."""
+    return ProcessNote(
+        kind=PROCESS_NOTE_KINDS.from_proto(at, "kind", message.kind),
+        device_uuid=DeviceUuid(door.device_uuid(at, "device_uuid", message.device_uuid)),
+        process=stray_process_from_proto(f"{at}.process", message.process),
+        reason=door.long_text(at, "reason", message.reason, most=limits.NAME_CHARS_MAX),
+        actor=door.long_text(at, "actor", message.actor, most=limits.NAME_CHARS_MAX),
+    )
+
+
 def report_to_proto(report: Report) -> pb.Report:
     """What is on a node, as far as it changed."""
     message = pb.Report(
@@ -246,6 +273,7 @@ def report_to_proto(report: Report) -> pb.Report:
         ended_holders=[holder_end_to_proto(end) for end in report.ended_holders],
         accepted_revision=report.accepted_revision,
         faults=[fault_report_to_proto(fault) for fault in report.faults],
+        process_notes=[process_note_to_proto(note) for note in report.process_notes],
     )
     if report.inventory is not None:
         message.inventory.CopyFrom(node_inventory_to_proto(report.inventory))
@@ -258,6 +286,7 @@ def report_from_proto(message: pb.Report, at: str = "report") -> Report:
     door.count(at, "alive_holder_lease_ids", holders, 0, ASSIGNMENTS_PER_NODE_MAX)
     door.count(at, "ended_holders", message.ended_holders, 0, ASSIGNMENTS_PER_NODE_MAX)
     door.count(at, "faults", message.faults, 0, _FAULTS_MAX)
+    door.count(at, "process_notes", message.process_notes, 0, _PROCESS_NOTES_MAX)
     return Report(
         full=message.full,
         inventory=(
@@ -280,6 +309,10 @@ def report_from_proto(message: pb.Report, at: str = "report") -> Report:
         faults=tuple(
             fault_report_from_proto(f"{at}.faults[{index}]", fault)
             for index, fault in enumerate(message.faults)
+        ),
+        process_notes=tuple(
+            process_note_from_proto(f"{at}.process_notes[{index}]", note)
+            for index, note in enumerate(message.process_notes)
         ),
     )
 

@@ -186,6 +186,7 @@ def pool_summary_to_proto(summary: PoolSummary) -> pool_pb2.GetPoolResponse:
         waiting=summary.waiting,
         grain_pct=summary.grain_pct,
         read_only_reason=summary.read_only_reason,
+        strays=summary.strays,
     )
 
 
@@ -209,6 +210,7 @@ def pool_summary_from_proto(message: pool_pb2.GetPoolResponse) -> PoolSummary:
         waiting=total("waiting", message.waiting),
         grain_pct=total("grain_pct", message.grain_pct),
         read_only_reason=door.long_text("pool", "read_only_reason", message.read_only_reason),
+        strays=total("strays", message.strays),
     )
 
 

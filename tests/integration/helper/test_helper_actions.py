@@ -236,6 +236,9 @@ def test_a_process_on_the_gpu_is_ended_and_only_there(helper: Helper, peer: Peer
         assert peer.ask("end_process", gpu=helper.gpus[0], **asked) == {"done": None}
         assert process.wait(20) == -signal.SIGTERM
         assert peer.ask("end_process", gpu=helper.gpus[0], **asked) == {"done": None}
+    told = [line for line in helper.audit() if line["action"] == "end_process"]
+    whose = {"uid": os.getuid(), "command": "sleep 600"}
+    assert [line.get("process") for line in told] == [whose, whose, None]
 
 
 def test_a_process_that_is_not_on_any_gpu_is_not_ended(helper: Helper, peer: Peer) -> None:
