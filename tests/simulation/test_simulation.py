@@ -181,9 +181,9 @@ def test_promises_hold_under_faults_and_everything_ends_well(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(20))
 def test_promises_hold_over_many_seeds(block: int) -> None:
-    for seed in range(1000 + block * 20, 1020 + block * 20):
+    for seed in range(1000 + block * 10, 1010 + block * 10):
         try:
             Simulation(seed).run()
         except AssertionError as broken:
