@@ -102,7 +102,8 @@ class AsyncClient:
 
     def lease(self, *, on_change: OnChange | None = None, **ask: Unpack[Ask]) -> AsyncLease:
         """A lease, for ``async with``. See ``Ask`` for the words it takes."""
-        return AsyncLease(self._connection, self._renewer, acquire_ask(ask), on_change)
+        made = acquire_ask(ask, at_agent=is_agent_socket(self.address))
+        return AsyncLease(self._connection, self._renewer, made, on_change)
 
     async def acquire(self, *, on_change: OnChange | None = None, **ask: Unpack[Ask]) -> AsyncLease:
         """An active lease; the caller releases it. See ``Ask`` and ``AsyncLease.acquire``."""

@@ -111,8 +111,6 @@ def run(
 
     if ttl is not None:
         ask["ttl"] = ttl
-    elif is_agent_socket(client.address):
-        ask["process"] = True
     if is_agent_socket(client.address) and ask.get("replicas", 1) == 1:
         ask["on_caller_node"] = True
     with client, signals_end_us(), client.lease(on_change=narrator.tell, **ask) as lease:

@@ -76,8 +76,9 @@ class Shape(TypedDict, total=False):
 class Ask(Shape, total=False):
     """A Shape, and how it is held.
 
-    ttl: seconds or "60s", renewed in the background. process: instead of a ttl,
-    until this process ends; needs the address of an agent's socket.
+    process: until this process ends, which the node's agent watches; so the agent knows
+    what it runs on its GPUs, too. Needs the address of an agent's socket, and is the
+    default there. ttl: seconds or "60s", renewed in the background; the default elsewhere.
     wait: longest time in the queue, seconds or "10m"; 0: none; left out: for ever.
     request_id: made unless given.
     """
@@ -101,10 +102,13 @@ _CPU_MAX = limits.CPU_MILLI_MAX // 1000
 _GROUP_WORDS = frozenset({"gpus", "memory", "models", "replicas", "cpu", "host_memory"})
 
 
-def acquire_ask(ask: Ask) -> AcquireAsk:
-    """The request of ``ask``. Raises InvalidRequestError, naming the field."""
+def acquire_ask(ask: Ask, *, at_agent: bool = False) -> AcquireAsk:
+    """The request of ``ask``. Raises InvalidRequestError, naming the field.
+
+    ``at_agent``: it goes to an agent's socket.
+    """
     wait = ask.get("wait")
-    process = ask.get("process", False)
+    process = ask.get("process", at_agent and "ttl" not in ask)
     if process and "ttl" in ask:
         raise InvalidRequestError("ttl: a lease has a ttl or a process, not both", field="ttl")
     made = AcquireAsk(
