@@ -327,3 +327,5 @@ def test_48_slices_on_eight_gpus_come_and_go_and_leave_nothing(rounds: int) -> N
                 pool.calls.release(lease.lease_id)
             eventually("all to have ended", lambda: not pool.leases())
             eventually("nothing to be left", lambda: not left(pool))
+            # Nor was anything wrong meanwhile: nobody's daemon was taken for a foreign one.
+            assert pool.events("fault.opened", "lease.degraded") == [], number
