@@ -264,6 +264,7 @@ async def test_a_second_agent_on_the_socket_is_refused_and_the_first_keeps_its_c
             path,
             node_id="n2",
             link=running.agent.link,
+            adopter=running.agent,
             connections_max=4,
             start_ticks=ProcProcessTable().start_ticks,
         )

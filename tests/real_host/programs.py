@@ -40,13 +40,20 @@ def shared_node(directory: Path) -> SharedNode:
 
 
 def run_agent(folder: Path, flags: list[str]) -> int:
-    every = daemons.mps_processes
-
-    def of_this_host(proc: Path) -> list[MpsProcess]:
+    class OfThisHost(daemons.MpsScan):
         # The agent cannot read what others on this machine manage, and there are other tests.
-        return [each for each in every(proc) if str(folder) in command_of(proc, each.pid)]
+        def __init__(self, proc: Path) -> None:
+            super().__init__(proc)
+            self._proc_of_all = proc
 
-    setattr(daemons, every.__name__, of_this_host)
+        def look(self, *, whole: bool) -> list[MpsProcess]:
+            return [
+                each
+                for each in super().look(whole=whole)
+                if str(folder) in command_of(self._proc_of_all, each.pid)
+            ]
+
+    setattr(daemons, "MpsScan", OfThisHost)  # noqa: B010 - the name that the module looks up
     return agent(flags)
 
 

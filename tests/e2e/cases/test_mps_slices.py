@@ -311,6 +311,24 @@ def test_a_killed_holder_of_a_slice_costs_its_gpu_less_than_two_seconds() -> Non
         end(started)
 
 
+def test_slices_on_a_gpu_that_falls_off_the_bus_end_at_once_and_its_mode_is_restored_later() -> (
+    None
+):
+    """Its compute mode can be neither set nor read meanwhile: that keeps the GPU alone."""
+    with sliced_pool() as pool:
+        leases = [pool.calls.acquire(f"r{number}", part(10)) for number in range(2)]
+        gpu = place(leases[0]).device_uuid
+        assert {place(lease).device_uuid for lease in leases} == {gpu}
+        (node,) = pool.fleet.node_ids
+        index = str(next(at for at, each in enumerate(gpus(pool)) if each["uuid"] == gpu))
+        pool.fleet.inject(node, "gpu-lost", index)
+        eventually("the leases to have ended", lambda: not pool.leases())
+        assert not processes(pool)
+        assert len(left(pool)) == 1, "a record of the mode that is to be restored"
+        pool.fleet.inject(node, "gpu-back", index)
+        eventually("the mode to be restored", lambda: not left(pool))
+
+
 @pytest.mark.parametrize(
     "rounds", [1, pytest.param(200, marks=(pytest.mark.slow, pytest.mark.timeout(7200)))]
 )

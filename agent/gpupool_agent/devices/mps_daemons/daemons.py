@@ -35,7 +35,7 @@ from gpupool_agent.devices.mps_daemons.control import (
 )
 from gpupool_agent.devices.mps_daemons.foreign import MpsScan, foreign_on, runs
 from gpupool_agent.devices.mps_daemons.leftovers import Leftovers
-from gpupool_agent.devices.mps_daemons.modes import ComputeModes
+from gpupool_agent.devices.mps_daemons.modes import ComputeModes, FoundModes, ModeLeftError
 from gpupool_agent.devices.mps_daemons.records import (
     Records,
     SliceName,
@@ -44,8 +44,8 @@ from gpupool_agent.devices.mps_daemons.records import (
     slot_name,
 )
 from gpupool_agent.devices.mps_daemons.release import Release
+from gpupool_agent.devices.mps_daemons.troubles import Tell, Troubles
 from gpupool_agent.devices.privileged import (
-    ComputeMode,
     DaemonFacts,
     MpsSlot,
     Privileged,
@@ -78,11 +78,10 @@ class MpsDaemons:
         proc: Path = Path("/proc"),
     ) -> None:
         self._privileged = privileged
-        self._modes = modes
+        self._modes = FoundModes(privileged, modes, exclusive=exclusive)
         self._processes = processes
         self._records = Records(records_dir, boot_id)
         self._boot_id = boot_id
-        self._exclusive = exclusive
         self._proc = proc
         self._scan = MpsScan(proc)
         self._locks: defaultdict[DeviceUuid, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -91,8 +90,7 @@ class MpsDaemons:
         self._leftovers = Leftovers(privileged)
         self._starting: set[asyncio.Task[DaemonFacts]] = set()
         self._pipes_left: dict[DeviceUuid, str] = {}
-        self._troubles: dict[DeviceUuid, str] = {}
-        self._tell: Callable[[DeviceUuid, str], None] | None = None
+        self._troubles = Troubles()
         self._log = structlog.get_logger()
 
     # -- what steps ask for --------------------------------------------------
@@ -112,7 +110,7 @@ class MpsDaemons:
             if foreign:
                 raise MpsError(f"{gpu}: {foreign}")
             if slot is None:
-                mode = await self._modes.read(gpu) if self._exclusive else None
+                mode = await self._modes.found(gpu)
                 slot = Slot(SlotRecord(gpu=gpu, uid=uid, boot_id=self._boot_id, found_mode=mode))
             try:
                 await self._open(slot)
@@ -152,7 +150,7 @@ class MpsDaemons:
         slot = self._slots.get(gpu)
         if slot is None:
             return MpsStatus(uid=None, healthy=True)
-        reason = self._troubles.get(gpu, "")
+        reason = self._troubles.of(gpu)
         return MpsStatus(
             uid=slot.record.uid,
             healthy=not reason,
@@ -184,9 +182,11 @@ class MpsDaemons:
             try:
                 await self._close(slot)
             except MpsError as error:
-                self.report(gpu, f"quarantined: {error}")
+                self._troubles.report(gpu, f"quarantined: {error}")
+                if isinstance(error, ModeLeftError):
+                    return  # Nothing of the slice is left; the watch goes on with the GPU.
                 raise
-            self.report(gpu, "")
+            self._troubles.report(gpu, "")
 
     async def sweep(self, gpu: DeviceUuid, kept: Collection[SliceName]) -> None:
         """End what a former agent has left, and none of ``kept`` needs; see ``MpsControl``."""
@@ -216,8 +216,9 @@ class MpsDaemons:
         daemon = await self._leftovers.take(gpu)
         if daemon is None:
             return None
-        mode = ComputeMode.DEFAULT if self._exclusive else None
-        found = SlotRecord(gpu=gpu, uid=daemon.uid, boot_id=self._boot_id, found_mode=mode)
+        found = SlotRecord(
+            gpu=gpu, uid=daemon.uid, boot_id=self._boot_id, found_mode=self._modes.usual
+        )
         slot = Slot(replace(found, daemon=daemon), limited=True)
         self._keep(slot, slot.record)
         self._slots[gpu] = slot
@@ -232,7 +233,7 @@ class MpsDaemons:
     async def verify(self, gpu: DeviceUuid) -> str:
         """Empty when no daemon, directory or record of ours is left."""
         name = slot_name(gpu)
-        if gpu in self._slots:
+        if gpu in self._slots and gpu not in self.mode_left():
             return "its MPS daemon is not forgotten"
         daemon = await within(
             self._privileged.mps_daemon(name), COMMAND_DEADLINE_S, "no answer to mps_daemon"
@@ -248,14 +249,13 @@ class MpsDaemons:
     async def watch(
         self,
         gpus: Callable[[], Sequence[DeviceUuid]],
-        tell: Callable[[DeviceUuid, str], None],
+        tell: Tell,
     ) -> None:
         """Look after the daemons until cancelled."""
         from gpupool_agent.devices.mps_daemons.watching import Watch
 
-        self._gpus, self._tell = gpus, tell
-        for gpu, reason in self._troubles.items():
-            tell(gpu, reason)
+        self._gpus = gpus
+        self._troubles.tell_to(tell)
         await Watch(self).run()
 
     def is_own(self, process: ProcessFacts) -> bool:
@@ -265,26 +265,24 @@ class MpsDaemons:
 
     # -- what the watch asks for ---------------------------------------------
 
-    def report(self, gpu: DeviceUuid, reason: str) -> None:
-        """Tell what is wrong on a GPU, once; empty: nothing any more."""
-        if reason == self._troubles.get(gpu, ""):
-            return
-        if reason:
-            self._troubles[gpu] = reason
-            self._log.warning("mps.trouble", gpu=gpu, reason=reason)
-        else:
-            del self._troubles[gpu]
-            self._log.warning("mps.restored", gpu=gpu)
-        if self._tell is not None:
-            self._tell(gpu, reason)
-
-    def trouble(self, gpu: DeviceUuid) -> str:
-        """What was told last."""
-        return self._troubles.get(gpu, "")
+    @property
+    def troubles(self) -> Troubles:
+        """What is wrong, by GPU."""
+        return self._troubles
 
     def sliced(self) -> list[DeviceUuid]:
         """GPUs with slices on them."""
         return [gpu for gpu, slot in self._slots.items() if slot.record.slices]
+
+    def mode_left(self) -> list[DeviceUuid]:
+        """GPUs without slice or daemon whose mode is not as it was found."""
+        records = (slot.record for slot in self._slots.values())
+        return [each.gpu for each in records if not each.slices and each.daemon is None]
+
+    async def restore_mode(self, gpu: DeviceUuid) -> None:
+        """Try again to leave a GPU as it was found; raises MpsError. Its lock is held."""
+        if gpu in self.mode_left():
+            await self._close(self._slots[gpu])
 
     async def foreign(self, *, whole: bool) -> dict[DeviceUuid, str]:
         """GPUs that a daemon of somebody else may manage; ``whole`` as of ``MpsScan``.
@@ -382,9 +380,7 @@ class MpsDaemons:
         self._keep(slot, record)
         slot.limited = False
         self._slots[record.gpu] = slot
-        if self._exclusive:
-            mode = ComputeMode.EXCLUSIVE_PROCESS
-            await self._do(self._privileged.set_compute_mode(record.gpu, mode), "set_compute_mode")
+        await self._modes.take(record.gpu)
         # What a former daemon has left must not be taken for this one's.
         await self._do(self._privileged.stop_mps(record.name), "stop_mps")
         # A task, so that others can wait for it too.
@@ -441,14 +437,9 @@ class MpsDaemons:
         await release.end_daemon()
         if record.server is not None:
             await release.kill_server(record.server.pid, record.server.start_ticks)
-        if record.found_mode is not None:
-            await self._do(
-                self._privileged.set_compute_mode(record.gpu, record.found_mode),
-                "set_compute_mode",
-            )
-            mode = await self._modes.read(record.gpu)
-            if mode is not record.found_mode:
-                raise MpsError(f"{record.gpu}: its compute mode is {mode}, not as it was found")
+        self._keep(slot, replace(record, daemon=None, server=None, settled=False))
+        # A GPU that is off the bus has no mode to restore: then all else has ended all the same.
+        await self._modes.restore(record.gpu, record.found_mode)
         self._records.remove(record)
         self._slots.pop(record.gpu, None)
         self._log.info("mps.stopped", gpu=record.gpu)

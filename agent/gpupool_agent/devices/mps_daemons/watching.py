@@ -58,6 +58,10 @@ class Watch:
                     if gpu not in self._looking:
                         self._looking.add(gpu)
                         group.create_task(self._look(gpu, ask=ask or gpu in self._since_s))
+                for gpu in self._daemons.mode_left():
+                    if gpu not in self._looking and now >= self._retry_at_s.get(gpu, 0.0):
+                        self._looking.add(gpu)
+                        group.create_task(self._restore_mode(gpu))
                 await asyncio.sleep(LOOK_PERIOD_S)
 
     async def _look_for_foreign(self, now: float) -> None:
@@ -67,8 +71,8 @@ class Watch:
         found = await self._daemons.foreign(whole=whole)
         for gpu in set(found) | set(self._foreign):
             reason = found.get(gpu, "")
-            if self._daemons.trouble(gpu) in ("", self._foreign.get(gpu, "")):
-                self._daemons.report(gpu, reason)
+            if self._daemons.troubles.of(gpu) in ("", self._foreign.get(gpu, "")):
+                self._daemons.troubles.report(gpu, reason)
         self._foreign = found
         self._foreign_s = time.monotonic()
 
@@ -87,7 +91,7 @@ class Watch:
             now = time.monotonic()
             since_s = self._since_s.setdefault(gpu, now)
             if gpu not in self._retry_at_s:
-                self._daemons.report(gpu, problem)
+                self._daemons.troubles.report(gpu, problem)
             if now < since_s + _grace_s(problem):
                 return
             if now >= self._retry_at_s.get(gpu, 0.0):
@@ -98,19 +102,34 @@ class Watch:
         try:
             await self._daemons.repair(gpu)
         except MpsError as error:
-            delay_s = self._retry_s.get(gpu, LOOK_PERIOD_S)
-            self._retry_s[gpu] = min(2 * delay_s, RETRY_S_MAX)
-            self._retry_at_s[gpu] = time.monotonic() + delay_s
-            self._daemons.report(gpu, f"{problem}; repair failed: {error}")
+            self._try_later(gpu)
+            self._daemons.troubles.report(gpu, f"{problem}; repair failed: {error}")
         else:
             self._well(gpu)
+
+    async def _restore_mode(self, gpu: DeviceUuid) -> None:
+        try:
+            async with self._daemons.lock(gpu):
+                self._since_s.setdefault(gpu, time.monotonic())
+                await self._daemons.restore_mode(gpu)
+                self._well(gpu)
+        except MpsError as error:
+            self._try_later(gpu)
+            self._daemons.troubles.report(gpu, f"quarantined: {error}")
+        finally:
+            self._looking.discard(gpu)
+
+    def _try_later(self, gpu: DeviceUuid) -> None:
+        delay_s = self._retry_s.get(gpu, LOOK_PERIOD_S)
+        self._retry_s[gpu] = min(2 * delay_s, RETRY_S_MAX)
+        self._retry_at_s[gpu] = time.monotonic() + delay_s
 
     def _well(self, gpu: DeviceUuid) -> None:
         if self._since_s.pop(gpu, None) is None:
             return
         self._retry_at_s.pop(gpu, None)
         self._retry_s.pop(gpu, None)
-        self._daemons.report(gpu, self._foreign.get(gpu, ""))
+        self._daemons.troubles.report(gpu, self._foreign.get(gpu, ""))
 
 
 def _grace_s(problem: str) -> float:
