@@ -77,13 +77,16 @@ def _mps_process(proc: Path, name: str) -> MpsProcess | None:
     try:
         if read_file(f"{proc}/{name}/comm") != COMM:
             return None
+        begun = _serves(_command(directory))
         environment = _environment(directory)
         state, parent, *_ = _stat(proc, int(name))
         uid = directory.stat().st_uid
-        command = (directory / "cmdline").read_bytes().split(b"\0")
+        goes_on = _serves(_command(directory))
     except OSError:
         return None
-    if not _serves(command) or state in {"Z", "X"}:
+    # In the middle of an exec, and at its end, a process has neither command nor
+    # environment, and an empty environment would say that it manages everything.
+    if not (begun and goes_on) or state in {"Z", "X"}:
         return None
     return MpsProcess(pid=int(name), parent=int(parent), uid=uid, environment=environment)
 
@@ -117,11 +120,7 @@ def foreign_on(
 
 
 def _serves(command: list[bytes]) -> bool:
-    """Tell daemons and servers from the daemon's shell, which has the same name.
-
-    A process that is just ending has no command any more, and an empty environment,
-    which would say that it manages everything.
-    """
+    """Tell daemons and servers from the daemon's shell, which has the same name."""
     return command[0].endswith(SERVER) or bool({b"-d", b"-f"} & set(command))
 
 
@@ -142,6 +141,10 @@ def _is_own(
             return False
         process = parent
     return False
+
+
+def _command(directory: Path) -> list[bytes]:
+    return (directory / "cmdline").read_bytes().split(b"\0")
 
 
 def _environment(directory: Path) -> dict[str, str] | None:
