@@ -35,7 +35,6 @@ BOUNDARIES = (
     "stop_mps",
     "start_mps",
     "mps_commands:set_default_active_thread_percentage",
-    "mps_commands:start_server",
     "mps_commands:get_server_status",
     "probe",
     "write_cdi",
