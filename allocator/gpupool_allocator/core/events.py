@@ -130,6 +130,15 @@ class NodeReported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpoke:
+    """Measurements came over an open stream: the node is there, nothing else has changed."""
+
+    connection: ConnectionId
+    node_id: NodeId
+    unix_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDisconnected:
     """A stream ended or fell silent for longer than the heartbeat timeout."""
 
@@ -169,6 +178,7 @@ PoolEvent = (
     | EndUnclaimed
     | NodeConnected
     | NodeReported
+    | NodeSpoke
     | NodeDisconnected
     | WritesRefused
     | WritesAccepted

@@ -47,6 +47,7 @@ from gpupool_allocator.core.events import (
     NodeConnected,
     NodeDisconnected,
     NodeReported,
+    NodeSpoke,
     PoolEvent,
     Release,
     RemoveHold,
@@ -117,6 +118,10 @@ class Pool:
         match event:
             case NodeReported():
                 self._reported(event, now)
+            case NodeSpoke():
+                node = connecting.known_connection(state, event.node_id, event.connection)
+                if node is not None:
+                    node.heard(event.unix_s)
             case Acquire():
                 commands.acquire(state, event, now)
             case Release():

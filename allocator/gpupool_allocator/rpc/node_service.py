@@ -14,7 +14,12 @@ from gpupool.model.ids import NodeId
 from gpupool.v1 import node_pb2 as pb
 from gpupool.wire.errors import BadField
 from gpupool.wire.node import hello_from_proto, report_from_proto, telemetry_from_proto
-from gpupool_allocator.core.events import NodeConnected, NodeDisconnected, NodeReported
+from gpupool_allocator.core.events import (
+    NodeConnected,
+    NodeDisconnected,
+    NodeReported,
+    NodeSpoke,
+)
 from gpupool_allocator.engine import Engine, RefusedError
 from gpupool_allocator.engine.ids import new_forward_key
 from gpupool_allocator.rpc.agents import AgentStream, AgentStreams
@@ -141,6 +146,11 @@ class NodeService:
                 measurements = telemetry_from_proto(request.telemetry)
                 if self._keys.proves(stream.node_id, stream.forward_key):
                     self._telemetry.put(stream.node_id, measurements)
+                await self._engine.tell(
+                    NodeSpoke(
+                        connection=stream.connection, node_id=stream.node_id, unix_s=time.time()
+                    )
+                )
             case found:
                 raise BadField("message", found or "nothing", "report, telemetry after hello")
 

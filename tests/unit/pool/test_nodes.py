@@ -11,7 +11,12 @@ from gpupool.model.errors import ErrorKind
 from gpupool.model.ids import CommandId, ConnectionId, LeaseId, NodeId
 from gpupool.model.lease import LeaseState, MemberState
 from gpupool_allocator.core.effects import RaiseEpoch, SendWelcome
-from gpupool_allocator.core.events import EndUnclaimed, NodeConnected, NodeDisconnected
+from gpupool_allocator.core.events import (
+    EndUnclaimed,
+    NodeConnected,
+    NodeDisconnected,
+    NodeSpoke,
+)
 from gpupool_allocator.core.settings import PoolSettings
 
 
@@ -40,6 +45,21 @@ def test_agents_are_told_to_spread_their_return_by_the_size_of_the_pool() -> Non
     told = [each for each in world.handle(connected) if isinstance(each, SendWelcome)]
     # Also before the others are back, since they are what it must be spared from.
     assert [each.welcome.reconnect_spread_s for each in told] == [4.5]
+
+
+def test_measurements_show_that_a_node_is_there() -> None:
+    """They come more often than reports, of which there are none while nothing changes."""
+    world = World()
+    node = world.add_node("n1")
+    assert node.connection is not None
+    spoke = NodeSpoke(connection=node.connection, node_id=node.node_id, unix_s=5e9)
+    world.handle(spoke)
+    (view,) = world.pool.nodes(after="", limit=10)
+    assert view.last_seen_unix_s == 5e9
+    world.disconnect(node)
+    world.handle(replace(spoke, unix_s=6e9))
+    (view,) = world.pool.nodes(after="", limit=10)
+    assert view.last_seen_unix_s == 5e9, "a stream that has ended says nothing any more"
 
 
 def test_a_cut_off_node_is_offered_to_nobody_and_its_leases_stay() -> None:
