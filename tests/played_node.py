@@ -30,6 +30,7 @@ class PlayedNode:
     dirty: dict[DeviceUuid, str] = field(default_factory=dict)
     failed: set[DeviceUuid] = field(default_factory=set)
     refuses: str = ""
+    broken: set[DeviceUuid] = field(default_factory=set)
     highest_epoch: int = 0
     accepted: tuple[int, int] = (0, 0)
     watched: set[LeaseId] = field(default_factory=set)
@@ -114,6 +115,9 @@ class PlayedNode:
 
     def _prepare(self, assignment: Assignment) -> AssignmentReport:
         refused = self.refuses
+        for share in assignment.place.devices:
+            if share.device_uuid in self.broken:
+                refused = self.dirty[share.device_uuid] = "its GPU is broken"
         for share in assignment.place.devices:
             floor = self.tokens.get(share.device_uuid, 0)
             if assignment.token >= floor:

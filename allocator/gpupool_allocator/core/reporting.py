@@ -100,7 +100,8 @@ def _member_refused(
     """The node could not prepare the member, and has nothing of it.
 
     The member gets another place, a bounded number of times and never again the
-    node that refused it: the refusal is news about that node, not bad luck.
+    node that refused it: the refusal is news about that node, not bad luck. Where the
+    node has taken a GPU of the place out as well, it is news about that GPU alone.
     """
     if member.state is MemberState.ENDING:
         member_ended(state, lease, member)
@@ -109,7 +110,9 @@ def _member_refused(
     state.out.record(
         "member.refused", lease.lease_id, reason, {"rank": str(member.rank), "node_id": node_id}
     )
-    lease.excluded.add(node_id)
+    places = (state.books.device(share.device_uuid) for share in member.place.devices)
+    if all(device.offered for device in places):
+        lease.excluded.add(node_id)
     lease.prepare_failures += 1
     cause = f"node {node_id} could not prepare it: {reason}"
     if lease.prepare_failures >= state.settings.prepare_attempts:

@@ -208,6 +208,23 @@ def test_c16_without_a_working_daemon_a_lease_is_not_handed_over() -> None:
         (hardware(pool) / FAULTS_FILE).write_text("")
 
 
+def test_c22_a_gpu_whose_daemon_does_not_start_costs_no_request_while_others_are_free() -> None:
+    """C22: that GPU is kept out with the reason; whoever was to have it gets another one."""
+    with sliced_pool() as pool:
+        bad = gpus(pool)[0]["uuid"]
+        program = hardware(pool) / "bin" / "nvidia-cuda-mps-control"
+        text = program.read_text()
+        check = f'if os.environ.get("CUDA_VISIBLE_DEVICES") == "{bad}": sys.exit("broken")\n'
+        program.write_text(text.replace("import os, sys\n", "import os, sys\n" + check))
+        leases = [pool.calls.acquire(f"r{number}", part(60)) for number in range(7)]
+        assert [lease.state for lease in leases] == [ACTIVE] * 7
+        assert bad not in {place(lease).device_uuid for lease in leases}
+        assert len(pool.events("member.refused")) == 1
+        (kept,) = [each for each in pool.devices() if each.device.uuid == bad]
+        assert "no MPS daemon: broken" in " ".join(kept.reasons)
+        program.write_text(text)
+
+
 def test_c16_with_the_pipe_gone_a_client_fails_instead_of_having_the_whole_gpu() -> None:
     """C16: the exclusive mode keeps an unconfined start off."""
     with sliced_pool() as pool:

@@ -157,6 +157,19 @@ def test_a_member_that_its_node_refuses_gets_another_place() -> None:
     assert [event.kind for event in world.history].count("member.replaced") == 1
 
 
+def test_a_node_that_refuses_for_one_gpu_and_takes_it_out_keeps_its_others() -> None:
+    world = World()
+    node = world.add_node("n1", gpus=3)
+    (broken, *_) = (device.uuid for device in node.inventory.devices)
+    node.broken.add(broken)
+    leases = [world.granted(whole(1), follow=True) for _ in range(2)]
+    assert [lease.state for lease in leases] == [LeaseState.ACTIVE] * 2
+    assert [event.kind for event in world.history].count("member.refused") == 1
+    assert broken not in {
+        share.device_uuid for lease in leases for share in lease.members[0].place.devices
+    }
+
+
 def test_a_member_that_every_node_refuses_fails_with_the_reason() -> None:
     world = World()
     for name in ("n1", "n2", "n3", "n4"):

@@ -106,15 +106,17 @@ class MpsDaemons:
                 slot = None
             if slot is not None and self._lives(slot):
                 return
-            foreign = (await self.foreign(whole=True)).get(gpu)
-            if foreign:
-                raise MpsError(f"{gpu}: {foreign}")
+            foreign = await self.foreign(whole=True)
+            self._troubles.found_foreign(foreign)
+            if gpu in foreign:
+                raise MpsError(f"{gpu}: {foreign[gpu]}")
             if slot is None:
                 mode = await self._modes.found(gpu)
                 slot = Slot(SlotRecord(gpu=gpu, uid=uid, boot_id=self._boot_id, found_mode=mode))
             try:
                 await self._open(slot)
-            except MpsError:
+            except MpsError as error:
+                self._troubles.start_failed(gpu, str(error))
                 if not slot.record.slices:
                     await self._close(slot)
                 raise

@@ -38,7 +38,6 @@ class Watch:
         self._since_s: dict[DeviceUuid, float] = {}
         self._retry_at_s: dict[DeviceUuid, float] = {}
         self._retry_s: dict[DeviceUuid, float] = {}
-        self._foreign: dict[DeviceUuid, str] = {}
         self._looking: set[DeviceUuid] = set()
         self._log = structlog.get_logger()
 
@@ -47,6 +46,7 @@ class Watch:
         async with asyncio.TaskGroup() as group:
             while True:
                 now = time.monotonic()
+                self._daemons.troubles.forgive()
                 ask = now >= self._state_s + STATE_PERIOD_S
                 if ask:
                     self._state_s = now
@@ -68,12 +68,7 @@ class Watch:
         whole = now >= self._foreign_whole_s + FOREIGN_WHOLE_PERIOD_S
         if whole:
             self._foreign_whole_s = now
-        found = await self._daemons.foreign(whole=whole)
-        for gpu in set(found) | set(self._foreign):
-            reason = found.get(gpu, "")
-            if self._daemons.troubles.of(gpu) in ("", self._foreign.get(gpu, "")):
-                self._daemons.troubles.report(gpu, reason)
-        self._foreign = found
+        self._daemons.troubles.found_foreign(await self._daemons.foreign(whole=whole))
         self._foreign_s = time.monotonic()
 
     async def _look(self, gpu: DeviceUuid, *, ask: bool) -> None:
@@ -129,7 +124,7 @@ class Watch:
             return
         self._retry_at_s.pop(gpu, None)
         self._retry_s.pop(gpu, None)
-        self._daemons.troubles.report(gpu, self._foreign.get(gpu, ""))
+        self._daemons.troubles.over(gpu)
 
 
 def _grace_s(problem: str) -> float:
