@@ -132,6 +132,14 @@ class StopFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptionComes:
+    """A user is about to ask for it, once the GPUs have been read; ``over``: or does no more."""
+
+    pid: int
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptionAsked:
     """A user wants a process taken into a lease; answered with AdoptionAnswered.
 
@@ -174,6 +182,7 @@ NodeEvent = (
     | NodeFault
     | MpsChanged
     | StopFailed
+    | AdoptionComes
     | AdoptionAsked
     | AdoptedEnded
     | TimePassed

@@ -27,11 +27,11 @@ from gpupool.model.assignment import (
     ProcessNoteKind,
     Report,
 )
-from gpupool.model.errors import Refused
+from gpupool.model.errors import ErrorKind, Refused
 from gpupool.model.ids import DeviceUuid, NodeId
 from gpupool.model.inventory import Hca, NodeInventory
 from gpupool.model.lease import ShareGiven
-from gpupool_agent.core.adopting import examine
+from gpupool_agent.core.adopting import Adoptable, examine
 from gpupool_agent.core.adoptions import ADOPTIONS_MAX, Adoption, Adoptions
 from gpupool_agent.core.assignments import AssignmentName
 from gpupool_agent.core.book import Book
@@ -42,6 +42,7 @@ from gpupool_agent.core.events import (
     AdoptedEnded,
     AdoptionAnswered,
     AdoptionAsked,
+    AdoptionComes,
     Checkpoint,
     CloseConnection,
     Connected,
@@ -295,6 +296,8 @@ class Node:
                 self._mps_changed(event)
             case StopFailed():
                 self._stopper.failed(event.pid, event.start_ticks)
+            case AdoptionComes():
+                self._stopper.spare(event.pid, over=event.over)
             case AdoptionAsked():
                 return self._adopt(event)
             case AdoptedEnded():
@@ -335,7 +338,12 @@ class Node:
         return effects
 
     def _adopt(self, asked: AdoptionAsked) -> list[NodeEffect]:
-        found = examine(asked, self._book, self._devices, self._bonds())
+        found: Adoptable | Refused
+        if self._stopper.is_ending(asked.pid, asked.start_ticks):
+            why = f"process {asked.pid} is being ended already"
+            found = Refused(kind=ErrorKind.WRONG_STATE, field="pid", message=why)
+        else:
+            found = examine(asked, self._book, self._devices, self._bonds())
         if isinstance(found, Refused):
             return [AdoptionAnswered(number=asked.number, refused=found)]
         adoption = Adoption(

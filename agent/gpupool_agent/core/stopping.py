@@ -5,6 +5,7 @@ those that an ended assignment has left behind, and, where the operator wants it
 A process of a running assignment inside its limits is none of them.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -80,6 +81,7 @@ class Stopper:
         self._policy = policy
         self._notes: list[ProcessNote] = []
         self._under_way: dict[ProcessName, _Stopping] = {}
+        self._spared: Counter[int] = Counter()
         # When a stray was first seen on a device, by the start of the reading.
         self._seen: dict[tuple[DeviceUuid, ProcessName], float] = {}
 
@@ -102,6 +104,15 @@ class Stopper:
             each.look_s = now + each.look_delay_s
             each.look_delay_s = min(2 * each.look_delay_s, LOOK_S_MAX)
         return bool(due)
+
+    def spare(self, pid: int, *, over: bool) -> None:
+        """Let a process be that may be adopted at once; ``over``: no longer."""
+        self._spared[pid] += -1 if over else 1
+        self._spared = +self._spared
+
+    def is_ending(self, pid: int, start_ticks: int) -> bool:
+        """Whether a process has been told to end."""
+        return (pid, start_ticks) in self._under_way
 
     def failed(self, pid: int, start_ticks: int) -> None:
         """A signal was not sent: it is tried again, after a delay that grows."""
@@ -166,7 +177,8 @@ class Stopper:
                 name = uuid, _name(stray.process)
                 first_s = seen[name] = self._seen.get(name, known.read_started_s)
                 again = first_s < known.read_started_s
-                if again and stray.certain and stray.process.start_ticks:
+                spared = name[1] not in self._under_way and stray.process.pid in self._spared
+                if again and stray.certain and stray.process.start_ticks and not spared:
                     yield _Target(
                         uuid=uuid,
                         process=stray.process,

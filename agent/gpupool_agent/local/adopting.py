@@ -18,7 +18,7 @@ from gpupool.model.errors import ErrorKind, Refused
 from gpupool.v1 import agent_pb2, agent_pb2_grpc
 from gpupool.wire.agent import AdoptAsk, Adopted, adopt_ask_from_proto, adopted_to_proto
 from gpupool.wire.errors import BadField
-from gpupool_agent.core.events import AdoptionAnswered, AdoptionAsked, NodeEvent
+from gpupool_agent.core.events import AdoptionAnswered, AdoptionAsked, AdoptionComes, NodeEvent
 from gpupool_agent.devices.interfaces import ProcessTable
 from gpupool_agent.devices.processes import user_name
 from gpupool_agent.local.forward import Peer
@@ -51,6 +51,8 @@ class Adopter:
     async def adopt(self, ask: AdoptAsk, peer: Peer) -> Adopted | Refused:
         """Take a process into a lease; the answer is durable before it is given."""
         asker = user_name(peer.uid) or str(peer.uid)
+        # Before the reading, which may be the one that would have the process ended.
+        self._handle(AdoptionComes(pid=ask.pid))
         try:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
                 answer = await self._ask(ask, peer, asker)
@@ -59,6 +61,8 @@ class Adopter:
                 kind=ErrorKind.TIMEOUT,
                 message=f"the node has not read its GPUs for {ANSWER_DEADLINE_S:g} s",
             )
+        finally:
+            self._handle(AdoptionComes(pid=ask.pid, over=True))
         words = {"pid": ask.pid, "lease_id": ask.lease_id, "user": asker, "uid": peer.uid}
         if isinstance(answer, Refused):
             self._log.warning("process.not_adopted", **words, reason=answer.message)

@@ -229,7 +229,7 @@ def test_a_process_of_another_lease_is_not_taken_out_of_it() -> None:
 
 def test_there_are_not_more_than_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adopting, "ADOPTIONS_MAX", 1)
-    bench = with_lease()
+    bench = with_lease(policy=StopPolicy())
     put(bench, process(77), process(78))
     assert isinstance(ask(bench), AdoptionAnswered)
     refused = ask(bench, pid=78)

@@ -5,8 +5,12 @@ import itertools
 from tests.agent_bench import BOOT, Bench, assignment, gpu, holder, part, process, welcome, whole
 
 from gpupool.model.assignment import ProcessNote, ProcessNoteKind
+from gpupool.model.ids import LeaseId
 from gpupool.model.inventory import StrayCause
 from gpupool_agent.core.events import (
+    AdoptionAnswered,
+    AdoptionAsked,
+    AdoptionComes,
     Checkpoint,
     Disconnected,
     DriverSilent,
@@ -246,6 +250,39 @@ def test_while_the_driver_says_nothing_no_stray_is_stopped() -> None:
     bench.wait(60)
     assert signals(bench) == []
     assert notes(bench) == []
+
+
+def test_a_stray_whose_adoption_is_being_asked_is_not_ended_by_the_reading_for_it() -> None:
+    bench = stopping()
+    put(bench, process(77))
+    bench.send(AdoptionComes(pid=77))
+    bench.now += 5
+    bench.read()
+    assert signals(bench) == []
+    bench.send(AdoptionComes(pid=77, over=True))
+    bench.now += 5
+    bench.read()
+    assert signals(bench) == [(77, False)]
+
+
+def test_a_process_that_is_being_ended_is_adopted_no_more() -> None:
+    bench = stopping()
+    bench.desire(2, assignment("a", 5, whole(0)))
+    put(bench, process(77))
+    bench.read()
+    assert signals(bench) == [(77, False)]
+    asked = AdoptionAsked(
+        number=1,
+        lease_id=LeaseId("a"),
+        pid=77,
+        start_ticks=process(77).start_ticks,
+        process_uid=1000,
+        asker_uid=1000,
+        asker="ada",
+    )
+    (answer,) = [each for each in bench.send(asked) if isinstance(each, AdoptionAnswered)]
+    assert answer.refused is not None
+    assert "is being ended already" in answer.refused.message
 
 
 def test_a_stray_that_is_taken_into_a_lease_meanwhile_is_left_alone() -> None:
