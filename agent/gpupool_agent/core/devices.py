@@ -5,6 +5,7 @@ it, its memory is free to its baseline: the least that was ever seen in use on i
 while nothing ran, since an idle driver keeps some for itself.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -132,6 +133,11 @@ class Devices:
         """Whether the last reading began at ``time_s`` or later."""
         known = self.known.get(uuid)
         return known is not None and known.read_started_s >= time_s
+
+    def oldest_reading_s(self) -> float:
+        """When the oldest began of the readings that show processes; infinity: none does."""
+        readings = (k.read_started_s for uuid, k in self.known.items() if self.processes(uuid))
+        return min(readings, default=math.inf)
 
     def processes(self, uuid: DeviceUuid) -> tuple[DeviceProcess, ...]:
         """Processes on a device at its last reading."""

@@ -70,6 +70,7 @@ from gpupool_agent.core.events import (
 )
 from gpupool_agent.core.fence import TOMBSTONES_MAX, Fence
 from gpupool_agent.core.holders import Holders
+from gpupool_agent.core.lapsed import LapsedBonds
 from gpupool_agent.core.membership import Bonds, stray_process
 from gpupool_agent.core.rails import Rails
 from gpupool_agent.core.reporting import MPS_FAULT, Faults, Outbox
@@ -151,6 +152,7 @@ class Node:
         else:
             self._book.forget_over_reboot(old.entries)
             self._holders.end_all(old.holders, "reboot")
+        self._lapsed = LapsedBonds()
         self._outbox = Outbox(self._book, self._devices, self._holders, self._faults, self._bonds)
 
     def start(self, now: float) -> list[NodeEffect]:
@@ -368,7 +370,8 @@ class Node:
         return [WatchAdopted(adoption=adoption), answer]
 
     def _bonds(self) -> Bonds:
-        return Bonds(self._holders.pids(), self._adoptions.living)
+        living = Bonds(self._holders.pids(), self._adoptions.living)
+        return self._lapsed.with_living(living, self._devices, self._now)
 
     def _enumerate(self, event: InventoryRead, now: float) -> None:
         self._devices.enumerate(event.inventory, now)
