@@ -48,11 +48,14 @@ class GatedStore(MemoryStore):
         super().__init__(disk)
         self.gate = threading.Event()
         self.gate.set()
+        self.held = threading.Event()
         self.commits: list[int] = []
 
     def commit(
         self, epoch: int, operations: Sequence[Operation], events: Sequence[Event] = ()
     ) -> None:
+        if not self.gate.is_set():
+            self.held.set()
         assert self.gate.wait(30)
         super().commit(epoch, operations, events)
         self.commits.append(len(operations))
@@ -163,12 +166,15 @@ async def test_nothing_is_answered_before_it_is_durable() -> None:
     async with running() as run:
         run.connect()
         assert await run.waiting() == 0
+        await until(lambda: len(run.store.commits) == 2)  # the start, and the node
         run.store.gate.clear()
         answers = AnswerStream()
         run.engine.submit(run.acquire("r1"), answers)
         answer = asyncio.create_task(first(answers))
         read = asyncio.create_task(run.waiting())
-        await asyncio.wait({answer, read}, timeout=0.2)
+        await until(run.store.held.is_set)
+        for _ in range(100):  # turns in which whatever was told already would arrive
+            await asyncio.sleep(0)
         assert not answer.done()
         assert not read.done()
         run.store.gate.set()
