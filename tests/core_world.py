@@ -306,12 +306,13 @@ class World:
         )
         return command
 
-    def keep_alive(self, *leases: Lease) -> CommandId:
+    def keep_alive(self, *leases: Lease, caller: Caller | None = None) -> CommandId:
+        """Renew leases, as their holder does or somebody else."""
         command = CommandId(self.next_id())
         self.handle(
             KeepAlive(
                 command=command,
-                caller=leases[0].caller,
+                caller=caller or leases[0].caller,
                 lease_ids=tuple(lease.lease_id for lease in leases),
             )
         )

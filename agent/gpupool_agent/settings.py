@@ -124,7 +124,9 @@ class AgentSettings:
         "info", "Least severe log line that is written: debug, info, warning or error."
     )
     local_connections_max: int = _setting(
-        256, "Connections on the Unix socket at a time (1..4096)."
+        256,
+        "Connections on the Unix socket at a time (1..4096): at most a quarter of them one"
+        " user's, an eighth kept for root.",
     )
 
     def __post_init__(self) -> None:

@@ -274,6 +274,27 @@ async def test_a_forwarded_call_runs_as_its_true_user_and_process(daemon: Daemon
         assert lease.spec.uid == 1000
 
 
+@one_loop
+async def test_a_user_of_a_node_renews_nobody_elses_lease_by_call_or_session(
+    daemon: Daemon,
+) -> None:
+    agent = PlayedAgent("n1")
+    async with daemon.connected() as calls, playing(calls, agent):
+        ada, eve = forwarded(agent, uid=1000), forwarded(agent, uid=1001)
+        lease = await first_lease(calls.leases.Acquire(acquire("r1", part(10)), metadata=ada))
+        renewal = lease_pb2.KeepAliveRequest(lease_ids=[lease.lease_id])
+        with pytest.raises(aio.AioRpcError) as caught:
+            await calls.leases.KeepAlive(renewal, metadata=eve)
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        for metadata, refusal in ((eve, "PERMISSION_DENIED"), (ada, "")):
+            stream = calls.leases.Session(metadata=metadata)
+            await stream.write(lease_pb2.SessionRequest(commands=[command(1, keep_alive=renewal)]))
+            got = (await answers(stream, {1}))[1]
+            assert got.refusal.code == refusal
+            assert got.HasField("keep_alive") is (not refusal)
+            stream.cancel()
+
+
 @pytest.mark.parametrize(
     ("changed", "code"),
     [

@@ -2,7 +2,7 @@
 
 A container runtime does as root what a spec says, so a spec is as good as root: it could
 run a hook, or mount the host's files. Only what a lease needs is let through: variables,
-GPU and network device nodes, and mounts from directories that the operator names. The
+GPU and network device nodes, the pipes of MPS daemons, and what the operator names. The
 runtime's own spec (nvidia.com/gpu) brings driver libraries and hooks.
 """
 
@@ -19,6 +19,8 @@ SPEC_BYTES_MAX = 64 * 1024
 ENTRIES_MAX = 256
 
 KIND = re.compile(r"gpupool[a-z0-9.-]{0,64}/[a-z][a-z0-9_-]{0,62}", re.ASCII)
+SLOT = re.compile(r"[0-9a-f]{8}", re.ASCII)
+"""The name of a slot: of one MPS daemon, and of its directory in ``mps_dir``."""
 VERSION = re.compile(r"[01]\.[0-9]{1,2}\.[0-9]{1,2}", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}", re.ASCII)
 VARIABLE = re.compile(r"(?!LD_|PATH=)[A-Z][A-Z0-9_]{0,63}=[ -~]{0,4096}", re.ASCII)
@@ -35,17 +37,20 @@ MOUNT_OPTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mountable:
-    """Host paths that a spec may mount: all below ``below``, and exactly ``paths``.
+    """Host paths that a spec may mount: the pipes in ``mps_dir``, and exactly ``paths``.
 
-    Only root may write below the first: a link there would lead anywhere.
+    Not all of ``mps_dir``: that is every daemon of the host, with its logs. Only root may
+    write in it and in the slots: a link there would lead anywhere.
     """
 
-    below: Path
+    mps_dir: Path
     paths: tuple[Path, ...]
 
     def has(self, path: Path) -> bool:
         """Whether a path without . and .. is one of them."""
-        return path in self.paths or path.is_relative_to(self.below)
+        slot = path.parent
+        is_pipe = path.name == "pipe" and slot.parent == self.mps_dir
+        return path in self.paths or (is_pipe and SLOT.fullmatch(slot.name) is not None)
 
 
 def checked_spec(text: str, mountable: Mountable) -> str:
@@ -97,13 +102,13 @@ def _mount(value: Any, mountable: Mountable) -> None:
     mount = _table(where, value, "hostPath", "containerPath", "type", "options")
     host = _path(f"{where}.hostPath", mount.get("hostPath"))
     if not mountable.has(host):
-        several = ", ".join(map(str, mountable.paths))
-        refuse(f"{where}.hostPath", str(host), f"below {mountable.below}, or one of {several}")
+        accepted = ", ".join([f"{mountable.mps_dir}/SLOT/pipe", *map(str, mountable.paths)])
+        refuse(f"{where}.hostPath", str(host), f"one of {accepted}")
     _path(f"{where}.containerPath", mount.get("containerPath"))
     if mount.get("type", "bind") not in ("", "bind", "none"):
         refuse(f"{where}.type", mount["type"], "bind")
     for option in _list(f"{where}.options", mount.get("options", [])):
-        if option not in MOUNT_OPTIONS:
+        if not isinstance(option, str) or option not in MOUNT_OPTIONS:
             refuse(f"{where}.options", option, f"one of {', '.join(sorted(MOUNT_OPTIONS))}")
 
 

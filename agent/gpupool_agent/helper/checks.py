@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from gpupool_agent.helper.cdi import Mountable, checked_spec
+from gpupool_agent.helper.cdi import SLOT, Mountable, checked_spec
 from gpupool_agent.helper.refusal import RefusedError, is_list, is_table, refuse, shown
 
 UUID = re.compile(r"(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
-SLOT = re.compile(r"[0-9a-f]{8}", re.ASCII)
 LEASE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", re.ASCII)
 VALUE = re.compile(r"[ -~]{0,1024}", re.ASCII)
 MODES = ("default", "exclusive_process", "prohibited")

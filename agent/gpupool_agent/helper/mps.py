@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from gpupool_agent.helper.checks import SLOT
+from gpupool_agent.helper.cdi import SLOT
 from gpupool_agent.helper.files import make_directory, make_for_user, remove_tree, write_file
 from gpupool_agent.helper.processes import held, send, start_ticks
 from gpupool_agent.helper.programs import PATH, find, run

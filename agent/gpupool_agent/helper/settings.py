@@ -62,7 +62,7 @@ class HelperSettings:
     )
     cdi_mounts: tuple[str, ...] = _setting(
         ("/dev/shm",),  # noqa: S108 - CUDA's clients and their MPS server share memory there
-        "Host paths that a CDI spec may mount, besides what lies in mps_dir.",
+        "Host paths that a CDI spec may mount, besides the pipes in mps_dir.",
     )
     pci_rescan_file: Path = field(
         default=Path("/sys/bus/pci/rescan"),
@@ -132,7 +132,7 @@ class HelperSettings:
             uid_max=self.uid_max,
             allow_root=self.allow_root,
             mountable=Mountable(
-                below=self.mps_dir, paths=tuple(Path(each) for each in self.cdi_mounts)
+                mps_dir=self.mps_dir, paths=tuple(Path(each) for each in self.cdi_mounts)
             ),
         )
 

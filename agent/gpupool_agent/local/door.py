@@ -15,6 +15,7 @@ import shutil
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,12 +26,15 @@ from gpupool.model.limits import MESSAGE_BYTES_MAX
 from gpupool.v1.agent_pb2_grpc import add_AgentServiceServicer_to_server
 from gpupool_agent.local.adopting import Adopter, AgentService
 from gpupool_agent.local.forward import Forwarder, Peer, Uplink
+from gpupool_agent.local.places import Places, Seldom
 
 CREDENTIALS = struct.Struct("3i")
 """struct ucred: pid, uid, gid."""
 
 CHUNK_BYTES = 65536
 GRACE_S = 1.0
+REFUSED_LOG_S = 60.0
+"""A user who is refused is named in the log once in so long."""
 SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -56,7 +60,8 @@ class LocalDoor:
         adopter: Adopter,
     ) -> None:
         self.path = path
-        self._connections_max = connections_max
+        self._places = Places(connections_max)
+        self._refused = Seldom(REFUSED_LOG_S)
         self._start_ticks = start_ticks
         self._peers: dict[str, Peer] = {}
         self._connections: set[asyncio.Task[None]] = set()
@@ -119,30 +124,42 @@ class LocalDoor:
             raise DoorTakenError(f"{self.path} is served by another agent") from error
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= self._connections_max:
-            self._log.warning("local.refused", connections=len(self._connections))
+        try:
+            pid, uid = _credentials(writer)
+            if not self._places.take(uid):
+                self._tell_refused(uid)
+                return
+            try:
+                await self._serve_process(pid, uid, reader, writer)
+            finally:
+                self._places.give_back(uid)
+        except OSError as error:
+            self._log.info("local.connection_lost", reason=str(error))
+        finally:
             writer.close()
-            return
+
+    def _tell_refused(self, uid: int) -> None:
+        if self._refused.due(uid, time.monotonic()):
+            self._log.warning(
+                "local.refused",
+                uid=uid,
+                connections=self.connections,
+                connections_of_uid=self._places.of(uid),
+            )
+
+    async def _serve_process(
+        self, pid: int, uid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Serve who connected, unless that process is already gone."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - callbacks of asyncio servers run in tasks
         self._connections.add(task)
         try:
-            peer = self._peer(writer)
-            if peer is not None:
-                await self._serve(peer, reader, writer)
-        except OSError as error:
-            self._log.info("local.connection_lost", reason=str(error))
+            ticks = self._start_ticks(pid)
+            if ticks is not None:
+                await self._serve(Peer(pid=pid, uid=uid, start_ticks=ticks), reader, writer)
         finally:
             self._connections.discard(task)
-            writer.close()
-
-    def _peer(self, writer: asyncio.StreamWriter) -> Peer | None:
-        """Who connected; None when that process is already gone."""
-        opened: socket.socket = writer.get_extra_info("socket")
-        raw = opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        pid, uid, _ = CREDENTIALS.unpack(raw)
-        ticks = self._start_ticks(pid)
-        return None if ticks is None else Peer(pid=pid, uid=uid, start_ticks=ticks)
 
     async def _serve(
         self, peer: Peer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -165,6 +182,14 @@ class LocalDoor:
             self._peers.pop(name, None)
             client.close()
             own.unlink(missing_ok=True)
+
+
+def _credentials(writer: asyncio.StreamWriter) -> tuple[int, int]:
+    """The pid and uid at the other end, as the kernel took them down when it connected."""
+    opened: socket.socket = writer.get_extra_info("socket")
+    raw = opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    pid, uid, _ = CREDENTIALS.unpack(raw)
+    return pid, uid
 
 
 async def _exchange(

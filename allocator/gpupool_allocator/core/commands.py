@@ -125,7 +125,12 @@ def call_ended(state: State, event: CallEnded, now: float) -> None:
 
 
 def keep_alive(state: State, event: KeepAlive, now: float) -> None:
-    """Renews leases; renewals are not stored."""
+    """Renews leases; renewals are not stored. One that is not the caller's refuses them all."""
+    known = (lease for lease_id in event.lease_ids if (lease := state.leases.get(lease_id)))
+    refused = next(filter(None, (_not_its_holder(event, lease) for lease in known)), None)
+    if refused is not None:
+        state.out.refuse(event.command, refused)
+        return
     gone: list[LeaseId] = []
     shortest: float | None = None
     for lease_id in event.lease_ids:
@@ -283,8 +288,8 @@ def _not_operator(event: AddHold | RemoveHold | EndUnclaimed) -> Refused | None:
     return Refused(kind=ErrorKind.FORBIDDEN, message="only operators may do this")
 
 
-def _not_its_holder(event: Release, lease: LeaseEntry) -> Refused | None:
-    """On a node a user ends only what that user asked for.
+def _not_its_holder(event: KeepAlive | Release, lease: LeaseEntry) -> Refused | None:
+    """On a node a user renews and ends only what that user asked for.
 
     Of a caller on another machine nobody has said who it is (uid 0, and no operator): its
     requests carry what they name.
@@ -292,11 +297,12 @@ def _not_its_holder(event: Release, lease: LeaseEntry) -> Refused | None:
     caller = event.caller
     if caller.role is not Role.USER or caller.uid in (0, lease.caller.uid):
         return None
+    field, doing = ("lease_id", "end") if isinstance(event, Release) else ("lease_ids", "renew")
     return Refused(
         kind=ErrorKind.FORBIDDEN,
-        field="lease_id",
-        message=f"lease_id: {lease.lease_id} is held by uid {lease.caller.uid}, not by"
-        f" {caller.uid}; its holder, root or an operator can end it",
+        field=field,
+        message=f"{field}: {lease.lease_id} is held by uid {lease.caller.uid}, not by"
+        f" {caller.uid}; its holder, root or an operator can {doing} it",
     )
 
 

@@ -19,6 +19,7 @@ from gpupool.cli.nodes import nodes
 from gpupool.cli.output import printable
 from gpupool.cli.run import run
 from gpupool.cli.session import ADDRESS_HELP, Session
+from gpupool.cli.text import hold_to_unicode
 from gpupool.cli.top import pool, top
 from gpupool.cli.unclaimed import unclaimed
 from gpupool.cli.words import cause_line
@@ -66,6 +67,7 @@ for _command in (
     help_command,
 ):
     cli.add_command(_command)
+hold_to_unicode(cli)
 
 
 def main() -> None:

@@ -50,6 +50,7 @@ Examples:
     "--container-arg",
     "container_arguments",
     multiple=True,
+    type=click.UNPROCESSED,
     metavar="ARG",
     help="One more argument for the engine, as --container-arg=--volume=/data:/data.",
 )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from gpupool.cli.text import is_unicode
 from gpupool.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -55,19 +56,19 @@ def spec_from_file(path: Path) -> LeaseSpec:
     """The request in a file; "-": on standard input. InvalidRequestError names the field."""
     import yaml
 
+    from gpupool.cli.spec_yaml import read_yaml
     from gpupool.v1.resources_pb2 import LeaseSpec as LeaseSpecMessage
     from gpupool.wire.errors import BadField
     from gpupool.wire.request import lease_spec_from_proto
 
     try:
         with click.open_file(str(path)) as file:
-            data: object = yaml.safe_load(file)  # JSON is YAML
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InvalidRequestError(f"spec: {path}: {error}", field="spec") from error
-    message = LeaseSpecMessage()
-    try:
+            data = read_yaml(file)  # JSON is YAML
+        message = LeaseSpecMessage()
         _fill(message, data, "spec")
         return lease_spec_from_proto(message)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InvalidRequestError(f"spec: {path}: {error}", field="spec") from error
     except BadField as bad:
         raise InvalidRequestError(f"{path}: {bad}", field=bad.field) from bad
 
@@ -133,13 +134,13 @@ def _scalar(field: FieldDescriptor, value: object, at: str) -> object:
         return _text(value, at)
     if field.cpp_type == field.CPPTYPE_BOOL:
         if not isinstance(value, bool):
-            raise BadField(at, value, "true, false")
+            raise BadField(at, _kind(value), "true, false")
         return value
     if field.enum_type is not None:
         numbers = {each.name: each.number for each in field.enum_type.values}
-        if str(value) not in numbers:
-            raise BadField(at, value, ", ".join(name for name in numbers if numbers[name]))
-        return numbers[str(value)]
+        if not isinstance(value, str) or value not in numbers:
+            raise BadField(at, _kind(value), ", ".join(name for name in numbers if numbers[name]))
+        return numbers[value]
     return _integer(field, value, at)
 
 
@@ -157,7 +158,7 @@ def _integer(field: FieldDescriptor, value: object, at: str) -> int:
     ):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise BadField(at, value, f"whole numbers of {least}..{most}")
+        raise BadField(at, _kind(value), f"whole numbers of {least}..{most}")
     return value
 
 
@@ -165,7 +166,9 @@ def _text(value: object, at: str) -> str:
     from gpupool.wire.errors import BadField
 
     if not isinstance(value, str):
-        raise BadField(at, value, "text; in YAML a number is quoted to be text")
+        raise BadField(at, _kind(value), "text; in YAML a number is quoted to be text")
+    if not is_unicode(value):
+        raise BadField(at, value, "text of Unicode without surrogates")
     return value
 
 
@@ -176,7 +179,7 @@ def _seconds(value: object, at: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         from gpupool.wire.errors import BadField
 
-        raise BadField(at, value, 'times as "30s", "2h" or seconds')
+        raise BadField(at, _kind(value), 'times as "30s", "2h" or seconds')
     return duration_s(value, at, 0.0, _DURATION_S_MAX)
 
 

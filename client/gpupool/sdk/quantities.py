@@ -19,6 +19,7 @@ _MIB = {
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?").fullmatch
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
+_SHOWN_CHARS_MAX = 80
 _WHOLE_PCT = 100
 _ROUNDING = 1e-9
 """What sums of floats may be off by; a share that is off by more is another one."""
@@ -85,4 +86,7 @@ def whole_or_share(gpus: float) -> tuple[int, int]:
 
 
 def _bad(field: str, value: object, accepted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {value!r} is not in {accepted}", field=field)
+    shown = repr(value)
+    if len(shown) > _SHOWN_CHARS_MAX:
+        shown = f"{shown[:_SHOWN_CHARS_MAX]}..."
+    return InvalidRequestError(f"{field}: {shown} is not in {accepted}", field=field)

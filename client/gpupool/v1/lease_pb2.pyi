@@ -367,7 +367,9 @@ class KeepAliveRequest(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """1..1024 lease ids."""
+        """1..1024 lease ids. On a node, through its agent's socket, a user's own: one of somebody
+        else's refuses them all (PERMISSION_DENIED, field "lease_ids"), unless root asks.
+        """
 
     def __init__(
         self,

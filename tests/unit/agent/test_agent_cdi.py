@@ -21,7 +21,7 @@ SCHEMA = json.loads(Path(__file__).with_name("cdi.schema.json").read_text())
 WHOLE = {"CUDA_VISIBLE_DEVICES": "GPU-0,GPU-1", "GPUPOOL_LEASE_ID": "l-a"}
 SLICE = {
     "CUDA_VISIBLE_DEVICES": "GPU-0",
-    "CUDA_MPS_PIPE_DIRECTORY": "/run/gpupool/mps/1a2b3c4d",
+    "CUDA_MPS_PIPE_DIRECTORY": "/run/gpupool-mps/1a2b3c4d/pipe",
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "10",
 }
 
@@ -56,7 +56,7 @@ def test_the_spec_of_a_slice_brings_its_mps_daemon_and_the_shared_memory() -> No
     document = valid(spec_document(LeaseId("l-a"), [member(SLICE, "GPU-0")]))
     mounts = document["devices"][0]["containerEdits"]["mounts"]
     assert [(each["hostPath"], each["containerPath"]) for each in mounts] == [
-        ("/run/gpupool/mps/1a2b3c4d",) * 2,
+        ("/run/gpupool-mps/1a2b3c4d/pipe",) * 2,
         ("/dev/shm",) * 2,
     ]
     assert all("bind" in each["options"] for each in mounts)
@@ -75,7 +75,7 @@ def test_the_spec_of_gpus_in_an_nvlink_domain_brings_the_imex_channel() -> None:
 )
 def test_the_root_helper_lets_through_what_the_agent_writes(environment: dict[str, str]) -> None:
     document = spec_document(LeaseId("l-a"), [member(environment, "GPU-0", rank=1)])
-    mountable = Mountable(below=Path("/run/gpupool"), paths=(Path("/dev/shm"),))
+    mountable = Mountable(mps_dir=Path("/run/gpupool-mps"), paths=(Path("/dev/shm"),))
     assert json.loads(checked_spec(json.dumps(document), mountable)) == document
 
 

@@ -12,7 +12,7 @@ from gpupool.cli.reference import reference
 from gpupool.model.errors import ErrorKind
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str | bytes) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gpupool.cli.main", *words],
         capture_output=True,
@@ -51,6 +51,39 @@ def test_an_address_that_is_none_is_named() -> None:
     refused = run("--address", "here", "nodes")
     assert refused.returncode == 64
     assert "address: 'here'" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--address", b"\xff", "nodes"), "--address"),
+        (("lease", "show", b"\xff"), "LEASE"),
+        (("lease", "release", "l-1", b"l-\xff"), "LEASE..."),
+        (("lease", "list", "--tenant", b"a\xff"), "--tenant"),
+        (("explain", "--gpus", "1", "--name", b"\xff"), "--name"),
+        (("explain", "--gpus", "1", "--model", "H100", "--model", b"\xff"), "--model"),
+        (("explain", "--gpus", "1", "--label", b"a=\xed\xa0\x80"), "--label"),
+        (("hold", "add", b"\xff"), "TARGET"),
+        (("gpus", "--node", b"\xff"), "--node"),
+        (("events", "--subject", b"\xff"), "--subject"),
+    ],
+)
+def test_an_argument_that_is_no_utf8_is_told_by_its_name(
+    words: tuple[str | bytes, ...], named: str
+) -> None:
+    refused = run(*words)
+    assert refused.returncode == 64
+    assert f"Error: Invalid value for '{named}': '" in refused.stderr
+    assert "is not in text of UTF-8" in refused.stderr
+
+
+def test_a_command_and_a_path_may_be_any_bytes() -> None:
+    ran = run("--address", "127.0.0.1:1", "run", "--gpus", "2.5", "--", "ls", b"\xff")
+    assert (ran.returncode, "UTF-8" in ran.stderr) == (64, False)
+    assert "gpus: 2.5 is not in" in ran.stderr
+    missing = run("explain", "--spec", b"/none/\xff")
+    assert missing.returncode == 64
+    assert "No such file" in missing.stderr
 
 
 def test_cells_cannot_move_a_terminals_cursor() -> None:

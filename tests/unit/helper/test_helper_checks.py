@@ -30,7 +30,7 @@ POLICY = Policy(
     uid_min=1000,
     uid_max=60000,
     allow_root=False,
-    mountable=Mountable(below=MPS_DIR, paths=(Path("/dev/shm"),)),
+    mountable=Mountable(mps_dir=MPS_DIR, paths=(Path("/dev/shm"),)),
 )
 SPEC: dict[str, Any] = {
     "cdiVersion": "0.6.0",
@@ -237,10 +237,19 @@ def edits(**changed: Any) -> dict[str, Any]:
         edits(mounts=[{"hostPath": "/run/gpupool-mps/../../etc", "containerPath": "/x"}]),
         edits(mounts=[{"hostPath": "//run/gpupool-mps/a", "containerPath": "/x"}]),
         edits(mounts=[{"hostPath": "/run/gpupool-mps-evil", "containerPath": "/x"}]),
+        edits(mounts=[{"hostPath": "/run/gpupool-mps", "containerPath": "/x"}]),
+        edits(mounts=[{"hostPath": "/run/gpupool-mps/0123abcd", "containerPath": "/x"}]),
+        edits(mounts=[{"hostPath": "/run/gpupool-mps/0123abcd/log", "containerPath": "/x"}]),
+        edits(mounts=[{"hostPath": "/run/gpupool-mps/0123abcd/pipe/log", "containerPath": "/x"}]),
+        edits(mounts=[{"hostPath": "/run/gpupool-mps/0123abcg/pipe", "containerPath": "/x"}]),
+        edits(mounts=[{"hostPath": "/run/gpupool-mps/a/0123abcd/pipe", "containerPath": "/x"}]),
+        edits(mounts=[{"hostPath": "/run/gpupool-mps/pipe", "containerPath": "/x"}]),
         edits(mounts=[{"hostPath": "/dev/shm/link", "containerPath": "/x"}]),
         edits(mounts=[{"hostPath": "run", "containerPath": "/x"}]),
         edits(mounts=[{"hostPath": "/dev/shm", "containerPath": "../x"}]),
         edits(mounts=[{"hostPath": "/dev/shm", "containerPath": "/x", "options": ["suid"]}]),
+        edits(mounts=[{"hostPath": "/dev/shm", "containerPath": "/x", "options": [["ro"]]}]),
+        edits(mounts=[{"hostPath": "/dev/shm", "containerPath": "/x", "options": [{}]}]),
         edits(mounts=[{"hostPath": "/dev/shm", "containerPath": "/x", "type": "overlay"}]),
         edits(deviceNodes=[{"path": "/dev/sda"}]),
         edits(deviceNodes=[{"path": "/dev/nvidia0", "hostPath": "/dev/mem"}]),
@@ -268,6 +277,27 @@ def test_a_spec_with_anything_in_any_place_is_read_or_refused(value: object, key
         return
     assert found["kind"].startswith("gpupool")
     assert "hooks" not in json.dumps(found)
+
+
+@given(
+    place=st.sampled_from(["env", "deviceNodes", "mounts"]),
+    key=st.sampled_from(["hostPath", "containerPath", "path", "permissions", "type", "options"]),
+    value=json_values,
+)
+def test_an_edit_with_anything_in_any_place_is_read_or_refused(
+    place: str, key: str, value: object
+) -> None:
+    known: dict[str, dict[str, Any]] = {
+        "mounts": {"hostPath": "/dev/shm", "containerPath": "/x"},
+        "deviceNodes": {"path": "/dev/nvidia0"},
+        "env": {},
+    }
+    for each in (value, {**known[place], key: value}, {**known[place], key: [value]}):
+        try:
+            found = json.loads(read("write_cdi", spec=json.dumps(edits(**{place: [each]}))).spec)
+        except RefusedError:
+            continue
+        assert found["containerEdits"] == {place: [each]}
 
 
 def test_root_is_permitted_where_the_operator_says_so() -> None:

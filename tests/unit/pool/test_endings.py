@@ -101,6 +101,46 @@ def test_a_user_on_a_node_ends_only_own_leases() -> None:
         world.settle()
 
 
+def test_a_user_on_a_node_renews_only_own_leases() -> None:
+    world = World()
+    world.add_node("n1", gpus=2)
+    ada, eve = Caller(user="ada", uid=1000), Caller(user="eve", uid=1001)
+    lease = world.granted(whole(1, uid=1000), ttl_s=30.0)
+    own = world.granted(whole(1, uid=1001), ttl_s=30.0)
+    world.advance(20)
+    # One that is somebody else's refuses the call: a bad call changes nothing.
+    refused = world.refused(world.keep_alive(own, lease, caller=eve))
+    assert (refused.kind, refused.field) == (ErrorKind.FORBIDDEN, "lease_ids")
+    assert f"{lease.lease_id} is held by uid 1000, not by 1001" in refused.message
+    world.advance(11)
+    world.settle()
+    for each in (lease, own):
+        assert world.now_lease(each).state is LeaseState.EXPIRED
+    refused = world.refused(world.keep_alive(lease, caller=eve))
+    assert refused.kind is ErrorKind.FORBIDDEN
+    answer = world.answers[world.keep_alive(lease, caller=ada)][-1]
+    assert getattr(answer, "gone", None) == (lease.lease_id,)
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [
+        Caller(user="root", uid=0, role=Role.OPERATOR),
+        Caller(role=Role.OPERATOR),
+        Caller(tenant="default", uid=1000),
+        Caller(tenant="default"),
+    ],
+)
+def test_an_operator_and_its_holder_renew_a_lease(caller: Caller) -> None:
+    world = World()
+    world.add_node("n1")
+    lease = world.granted(whole(1, uid=1000), ttl_s=30.0)
+    for _ in range(3):
+        world.advance(20)
+        world.keep_alive(lease, caller=caller)
+    assert world.now_lease(lease).state is LeaseState.ACTIVE
+
+
 @pytest.mark.parametrize(
     "caller",
     [
