@@ -110,7 +110,9 @@ class HelperServer:
             channel.setblocking(False)
             while True:
                 await in_flight.acquire()
-                data = await loop.sock_recv(channel, MESSAGE_BYTES_MAX + 1)
+                data = b""
+                with contextlib.suppress(ConnectionError):  # a peer that broke off has gone too
+                    data = await loop.sock_recv(channel, MESSAGE_BYTES_MAX + 1)
                 if not data:
                     break
                 task = self._spawn(self._answer(channel, writing, peer, data))
@@ -119,8 +121,6 @@ class HelperServer:
                 task.add_done_callback(running.discard)
             # What was asked is carried out, also for a peer that has gone.
             await asyncio.gather(*running)
-        except (ConnectionError, BrokenPipeError):
-            return
         finally:
             self._connections -= 1
             channel.close()
