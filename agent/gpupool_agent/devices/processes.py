@@ -20,6 +20,9 @@ from gpupool_agent.devices.sysfs import read_file
 ANCESTORS_MAX = 64
 COMMAND_CHARS_MAX = 253
 LEASE_ID = b"GPUPOOL_LEASE_ID="
+LEASE_ID_FORM = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+"""What a lease id looks like; a tenant's process may say anything of any length."""
+
 LEASE_CGROUP = re.compile(r"/gpupool-lease-([A-Za-z0-9_-]{1,128})(?:\.(?:scope|service))?(?:/|$)")
 """A lease's cgroup, as ``systemd-run --scope --unit=gpupool-lease-LEASE`` makes one."""
 
@@ -156,7 +159,8 @@ class ProcProcessTable:
             return by_cgroup or None
         for entry in environment.split(b"\0"):
             if entry.startswith(LEASE_ID):
-                return entry.removeprefix(LEASE_ID).decode(errors="replace")
+                found = entry.removeprefix(LEASE_ID)
+                return found.decode("ascii") if LEASE_ID_FORM.fullmatch(found) else by_cgroup
         return by_cgroup
 
 
