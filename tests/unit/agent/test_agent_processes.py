@@ -38,3 +38,24 @@ def test_what_cannot_be_a_lease_id_names_no_lease(tmp_path: Path, named: bytes) 
     assert lease_id(tmp_path, environment) == ""
     scope = "0::/user.slice/gpupool-lease-c1.scope\n"
     assert lease_id(tmp_path, environment, scope) == "c1"
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        b"",
+        b"\0" * 300,
+        b"train: step 17" + b"\0" * 300,
+        b"n.py --lr=0.1\0\0\0",
+        b"train: step 17   \0/bin\0HOME=/root\0",
+    ],
+)
+def test_an_environment_that_was_written_over_does_not_tell(tmp_path: Path, left: bytes) -> None:
+    assert lease_id(tmp_path, left) is None
+    assert lease_id(tmp_path, left, "0::/gpupool-lease-c1.scope\n") == "c1"
+    # What is left of it still counts.
+    assert lease_id(tmp_path, left + b"\0GPUPOOL_LEASE_ID=a\0") == "a"
+
+
+def test_an_environment_without_a_lease_names_none(tmp_path: Path) -> None:
+    assert lease_id(tmp_path, b"BASH_FUNC_which%%=() { :; }\0HOME=/root\0") == ""
