@@ -10,6 +10,7 @@ from gpupool.model.assignment import (
     AssignmentState,
 )
 from gpupool.model.lease import ShareGiven
+from gpupool_agent.core.texts import sendable
 
 AssignmentName = tuple[AssignmentKey, int]
 """Key and token: one assignment for ever."""
@@ -90,9 +91,9 @@ class Kept:
             token=self.assignment.token,
             state=self.state,
             environment=self.environment,
-            reason=self.reason,
+            reason=sendable(self.reason),
             place=self.assignment.place if with_place else None,
             uid=self.assignment.uid if with_place else 0,
             given=self.given,
-            degraded=degraded,
+            degraded=sendable(degraded),
         )

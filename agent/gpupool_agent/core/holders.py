@@ -1,5 +1,7 @@
 """Processes on this node that hold leases: watched, alive, ended."""
 
+from collections.abc import Collection
+
 from gpupool.model.assignment import HolderEnd, HolderWatch
 from gpupool.model.ids import LeaseId, NodeId
 from gpupool_agent.core.events import NodeEffect, UnwatchHolder, WatchHolder
@@ -16,11 +18,22 @@ class Holders:
         self.watched: dict[LeaseId, HolderWatch] = {}
         self.ended: dict[LeaseId, tuple[HolderWatch, HolderEnd]] = {}
         self.untold: dict[LeaseId, HolderEnd] = {}
+        # Watched although nobody asks: an allocator would take the news for a mistake.
+        self._unasked: frozenset[LeaseId] = frozenset()
 
-    def apply(self, wanted: tuple[HolderWatch, ...]) -> list[NodeEffect]:
-        """Watch exactly these."""
+    def apply(
+        self, wanted: tuple[HolderWatch, ...], unclaimed: Collection[LeaseId] = ()
+    ) -> list[NodeEffect]:
+        """Watch exactly these, and on those of ``unclaimed`` leases that were watched before.
+
+        An allocator that does not know a lease cannot ask for its holder, and yet the
+        lease goes on here: its processes still belong to it by their descent.
+        """
         effects: list[NodeEffect] = []
-        asked = {watch.lease_id: watch for watch in wanted if self._is_here(watch)}
+        asked = {key: old for key, old in self.watched.items() if key in unclaimed}
+        here = {watch.lease_id: watch for watch in wanted if self._is_here(watch)}
+        self._unasked = frozenset(asked.keys() - here.keys())
+        asked |= here
         for lease_id in [key for key in self.ended if key not in asked]:
             del self.ended[lease_id]
             self.untold.pop(lease_id, None)
@@ -44,6 +57,8 @@ class Holders:
             return False
         del self.watched[watch.lease_id]
         self._note(watch, reason)
+        if watch.lease_id in self._unasked:
+            del self.untold[watch.lease_id]
         return True
 
     def end_all(self, watches: tuple[HolderWatch, ...], reason: str) -> None:
@@ -59,11 +74,15 @@ class Holders:
 
     def tell_all(self) -> None:
         """A new connection hears of every end."""
-        self.untold = {lease_id: end for lease_id, (_, end) in self.ended.items()}
+        self.untold = {
+            lease_id: end
+            for lease_id, (_, end) in self.ended.items()
+            if lease_id not in self._unasked
+        }
 
     def alive(self) -> tuple[LeaseId, ...]:
-        """Leases whose holders live, in order."""
-        return tuple(sorted(self.watched))
+        """Leases whose holders live, in order, as far as they were asked for."""
+        return tuple(sorted(self.watched.keys() - self._unasked))
 
     def pids(self) -> dict[LeaseId, int]:
         """Holding processes that live."""

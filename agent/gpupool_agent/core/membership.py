@@ -16,6 +16,7 @@ from gpupool.model.lease import DeviceShare
 from gpupool_agent.core.adoptions import Adoption
 from gpupool_agent.core.assignments import Kept
 from gpupool_agent.core.readings import DeviceProcess
+from gpupool_agent.core.texts import sendable_name
 
 CONTEXT_MIB_MAX = 1024
 """More than what the driver keeps for itself in a client, beside what the slice was given."""
@@ -195,11 +196,11 @@ def stray_process(process: DeviceProcess, lease_id: str, cause: str = "") -> Str
     return StrayProcess(
         pid=process.pid,
         uid=process.uid,
-        user=process.user,
-        command=process.command,
+        user=sendable_name(process.user),
+        command=sendable_name(process.command),
         memory_mib=process.memory_mib,
         cause=cause,
-        lease_id=lease_id,
+        lease_id=sendable_name(lease_id),
     )
 
 

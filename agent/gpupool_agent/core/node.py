@@ -335,7 +335,8 @@ class Node:
         self._stopper.may_strays = True
         before = dict(self._holders.watched)
         effects = self._book.apply(desired, now)
-        effects += self._holders.apply(desired.holders)
+        unclaimed = {key.lease_id for key in desired.unclaimed}
+        effects += self._holders.apply(desired.holders, unclaimed)
         self._changed |= before != self._holders.watched
         return effects
 

@@ -75,8 +75,8 @@ class DeviceProcess:
     """A process on a device, with what tells whose it is.
 
     ``lease_id`` is the one in its environment, or else that of its cgroup: empty for
-    none, None where the environment may not be read. ``ancestors`` are pids, nearest
-    first. ``through_mps`` is as in GpuProcess.
+    none, None where the environment may not be read or was written over. ``ancestors``
+    are pids, nearest first. ``through_mps`` is as in GpuProcess.
     """
 
     pid: int

@@ -7,6 +7,7 @@ minutes and not only at the next connection.
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from gpupool.model.assignment import (
     AssignmentReport,
@@ -22,6 +23,7 @@ from gpupool_agent.core.book import Book
 from gpupool_agent.core.devices import Devices
 from gpupool_agent.core.holders import Holders
 from gpupool_agent.core.membership import Bonds
+from gpupool_agent.core.texts import sendable, sendable_name
 
 ACCOUNT_INTERVALS = 12
 """A full account comes once in so many report intervals: every minute by default."""
@@ -72,7 +74,7 @@ class Faults:
         """Open a fault, once."""
         if (code, uuid) not in self.open:
             fault = FaultReport(
-                code=code, device_uuid=uuid, evidence=evidence, open=True, unix_s=unix_s
+                code=code, device_uuid=uuid, evidence=sendable(evidence), open=True, unix_s=unix_s
             )
             self.open[code, uuid] = self._untold[code, uuid] = fault
 
@@ -127,7 +129,9 @@ class Outbox:
 
     def note(self, note: ProcessNote) -> None:
         """The next report tells of it, whenever that is; the oldest are forgotten first."""
-        self._notes.append(note)
+        self._notes.append(
+            replace(note, reason=sendable_name(note.reason), actor=sendable_name(note.actor))
+        )
 
     def _take_notes(self) -> tuple[ProcessNote, ...]:
         notes = tuple(self._notes)
@@ -213,10 +217,10 @@ class Outbox:
     def _device(self, uuid: DeviceUuid, bonds: Bonds) -> DeviceReport:
         failure = self._devices.failure(uuid)
         if failure:
-            return DeviceReport(uuid=uuid, clean=False, failed=True, reason=failure)
+            return DeviceReport(uuid=uuid, clean=False, failed=True, reason=sendable(failure))
         unreadable = self._devices.unreadable(uuid)
         if unreadable:
-            return DeviceReport(uuid=uuid, clean=False, reason=unreadable)
+            return DeviceReport(uuid=uuid, clean=False, reason=sendable(unreadable))
         strays = self._book.strays(uuid, bonds)
         reason = str(strays[0]) if strays else ""
         if len(strays) > 1:
@@ -228,5 +232,5 @@ class Outbox:
             uuid=uuid,
             clean=not reason,
             strays=tuple(stray.reported() for stray in strays[:STRAYS_MAX]),
-            reason=reason,
+            reason=sendable(reason),
         )

@@ -20,6 +20,12 @@ from gpupool_agent.devices.sysfs import read_file
 ANCESTORS_MAX = 64
 COMMAND_CHARS_MAX = 253
 LEASE_ID = b"GPUPOOL_LEASE_ID="
+LEASE_ID_FORM = re.compile(rb"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+"""What a lease id looks like; a tenant's process may say anything of any length."""
+
+ENVIRONMENT_BEGIN = re.compile(rb"[^\s=\0]+=")
+"""How an environment begins, unless its process wrote its title over it, as setproctitle does."""
+
 LEASE_CGROUP = re.compile(r"/gpupool-lease-([A-Za-z0-9_-]{1,128})(?:\.(?:scope|service))?(?:/|$)")
 """A lease's cgroup, as ``systemd-run --scope --unit=gpupool-lease-LEASE`` makes one."""
 
@@ -148,7 +154,7 @@ class ProcProcessTable:
         return tuple(line)
 
     def _lease_id(self, directory: Path) -> str | None:
-        """By its environment, else by its cgroup; None where the former cannot be read."""
+        """By its environment, else by its cgroup; None where the former cannot be told."""
         by_cgroup = _lease_of_cgroup(directory)
         try:
             environment = (directory / "environ").read_bytes()
@@ -156,8 +162,9 @@ class ProcProcessTable:
             return by_cgroup or None
         for entry in environment.split(b"\0"):
             if entry.startswith(LEASE_ID):
-                return entry.removeprefix(LEASE_ID).decode(errors="replace")
-        return by_cgroup
+                found = entry.removeprefix(LEASE_ID)
+                return found.decode("ascii") if LEASE_ID_FORM.fullmatch(found) else by_cgroup
+        return by_cgroup or ("" if ENVIRONMENT_BEGIN.match(environment) else None)
 
 
 def _lease_of_cgroup(directory: Path) -> str:

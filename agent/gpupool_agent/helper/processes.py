@@ -1,6 +1,7 @@
 """Processes, each named by pid and start time, held by a pidfd while it is looked at."""
 
 import os
+import re
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ PROC = Path("/proc")
 ENVIRON_BYTES_MAX = 2 * 2**20
 LEASE_ID = b"GPUPOOL_LEASE_ID="
 LEASE_ID_BYTES_MAX = 128
+ENVIRONMENT_BEGIN = re.compile(rb"[^\s=\0]+=")
+"""How an environment begins, unless its process wrote its title over it, as setproctitle does."""
+
 COMMAND_BYTES_MAX = 253
 
 
@@ -77,7 +81,8 @@ def send(pidfd: int, number: int) -> None:
 def lease_of(pid: int) -> str:
     """GPUPOOL_LEASE_ID of a process; empty where it has none that could be one.
 
-    Call it between two looks at the start time, or under a pidfd that is asked after.
+    Raises FailedError where the environment cannot be read, or is none any more. Call it
+    between two looks at the start time, or under a pidfd that is asked after.
     """
     try:
         with (PROC / str(pid) / "environ").open("rb") as file:
@@ -91,4 +96,6 @@ def lease_of(pid: int) -> str:
             text = found.decode("ascii") if good else ""
             # What is said here comes from a tenant's process.
             return text if text.isprintable() else ""
+    if not ENVIRONMENT_BEGIN.match(environment):
+        raise FailedError("its environment was written over, so it says nothing")
     return ""

@@ -2,7 +2,18 @@
 
 import itertools
 
-from tests.agent_bench import BOOT, Bench, assignment, gpu, holder, part, process, welcome, whole
+from tests.agent_bench import (
+    BOOT,
+    Bench,
+    assignment,
+    gpu,
+    holder,
+    key,
+    part,
+    process,
+    welcome,
+    whole,
+)
 
 from gpupool.model.assignment import ProcessNote, ProcessNoteKind
 from gpupool.model.ids import LeaseId
@@ -14,8 +25,10 @@ from gpupool_agent.core.events import (
     Checkpoint,
     Disconnected,
     DriverSilent,
+    HolderEnded,
     StopFailed,
     StopProcess,
+    UnwatchHolder,
 )
 from gpupool_agent.core.readings import DeviceProcess
 from gpupool_agent.core.stopping import STOP_GRACE_S, StopPolicy
@@ -310,3 +323,47 @@ def test_ends_are_told_at_the_next_connection_once() -> None:
     bench.take()
     bench.wait(600)
     assert notes(bench) == []
+
+
+def test_work_that_a_restored_store_does_not_know_keeps_its_processes_by_their_descent() -> None:
+    bench = Bench(0, stops=STOP)
+    bench.desire(5, assignment("a", 1, whole(0)), holders=(holder("a", 20),))
+    put(bench, process(21, ancestors=(20, 1)))
+    bench.desire(1, epoch=2, unclaimed=(key("a"),))
+    assert not any(isinstance(each, UnwatchHolder) for each in bench.effects)
+    for _ in range(3):
+        bench.now += 5
+        bench.read()
+    assert signals(bench) == []
+    assert bench.node.devices()[0].clean
+    assert bench.checkpoint is not None
+    assert bench.checkpoint.holders == (holder("a", 20),)
+    # Once the operator has it ended, neither is kept.
+    bench.desire(2, epoch=2)
+    assert signals(bench) == [(21, False)]
+
+
+def test_the_holder_of_unclaimed_work_is_watched_and_not_told_of() -> None:
+    bench = Bench(0, stops=STOP)
+    work = assignment("a", 1, whole(0))
+    bench.desire(5, work, holders=(holder("a", 20),))
+    bench.take()
+    bench.desire(1, epoch=2, unclaimed=(key("a"),))
+    assert bench.node.heartbeat().alive_holders == ()
+    bench.send(HolderEnded(watch=holder("a", 20), reason="exited"))
+    bench.send(Disconnected())
+    bench.send(welcome(2))
+    assert bench.reports()
+    assert not any(each.report.ended_holders for each in bench.reports())
+
+
+def test_a_holder_that_is_asked_for_again_is_told_of_again() -> None:
+    bench = Bench(0, stops=STOP)
+    work = assignment("a", 1, whole(0))
+    bench.desire(5, work, holders=(holder("a", 20),))
+    bench.desire(1, epoch=2, unclaimed=(key("a"),))
+    bench.desire(2, work, epoch=2, holders=(holder("a", 20),))
+    assert bench.node.heartbeat().alive_holders == ("a",)
+    bench.send(HolderEnded(watch=holder("a", 20), reason="exited"))
+    ends = [end for each in bench.reports() for end in each.report.ended_holders]
+    assert [(end.lease_id, end.pid) for end in ends] == [("a", 20)]
