@@ -340,6 +340,9 @@ def test_work_that_a_restored_store_does_not_know_keeps_its_processes_by_their_d
     assert bench.checkpoint.holders == (holder("a", 20),)
     # Once the operator has it ended, neither is kept.
     bench.desire(2, epoch=2)
+    for _ in range(2):
+        bench.now += 5
+        bench.read()
     assert signals(bench) == [(21, False)]
 
 
