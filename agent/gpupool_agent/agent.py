@@ -169,7 +169,6 @@ class Agent:
         tasks: list[asyncio.Future[Any]] = [self._failed]
         try:
             self._enqueue(self.node.start(time.monotonic()))
-            self._spawn(self._specs.sweep(self._kept_leases))
             if self.door is not None:
                 await self.door.start()
             self._spawn(self.privileges.watch())
@@ -237,7 +236,9 @@ class Agent:
         """What the node shall run."""
         self.handle(DesiredArrived(desired=desired))
         if self.node.knows_wanted and not self._sweeping:
+            # Not before: an agent without its state would take all for left behind.
             self._sweeping = True
+            self._spawn(self._specs.sweep(self._kept_leases))
             self._spawn(self._sweep())
 
     def lost(self) -> None:
