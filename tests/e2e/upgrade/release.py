@@ -4,6 +4,7 @@ Its programs meet the libraries that are installed here and nothing of the prese
 The environment lies in the system's temporary folder and is used again.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -44,7 +45,10 @@ def last_release() -> Release:
     if known.returncode != 0:
         pytest.skip(f"this clone does not have the commit of {version}: {commit}")
     python = sysconfig.get_python_version()
-    place = Path(tempfile.gettempdir()) / f"gpupool-{version}-{commit[:12]}-python{python}"
+    # Its libraries are those of the environment that it was made from.
+    base = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    name = f"gpupool-{version}-{commit[:12]}-python{python}-{base}"
+    place = Path(tempfile.gettempdir()) / name
     if not (place / "made").exists():
         make(place, version, commit)
     return Release(version=version, python=str(place / "bin" / "python"))
