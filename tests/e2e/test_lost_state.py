@@ -44,7 +44,9 @@ def test_an_agent_that_lost_its_state_takes_its_daemons_over_or_ends_them(
         def prepared_again() -> bool:
             now = [pool.calls.get(lease.lease_id) for lease in wanted]
             return all(
-                lease.state == ACTIVE and lease.members[0].token > tokens[lease.lease_id]
+                lease.state == ACTIVE
+                and lease.members[0].token > tokens[lease.lease_id]
+                and lease.members[0].environment
                 for lease in now
             )
 
