@@ -263,7 +263,7 @@ def passes_over(gpus: int, args: argparse.Namespace) -> dict[tuple[int, str], Ti
 
 
 def main() -> int:
-    """Prints the table; exit 1 where the p99 of what decisions cost is above the target."""
+    """Prints the table; exit 1 where a p99 of all CPU times is above the target."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gpus", type=int, nargs="+", default=[10_000, 100_000])
     parser.add_argument("--load", type=int, nargs="+", default=[0, 50, 90])
@@ -281,7 +281,7 @@ def main() -> int:
             sys.stdout.flush()
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    return 0 if all(row.least_p99_us < TARGET_US for row in rows) else 1
+    return 0 if all(row.cpu_p99_us < TARGET_US for row in rows) else 1
 
 
 if __name__ == "__main__":
