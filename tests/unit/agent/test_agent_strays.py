@@ -101,7 +101,7 @@ def test_a_member_of_a_slice_has_to_go_through_its_mps_server(
         process(51, lease="b", through_mps=True),
     )
     assert causes(bench) == found
-    assert shown(bench).clean is not found
+    assert shown(bench).clean is (not found)
     assert set(bench.states().values()) == {"prepared"}
 
 
