@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,8 +66,15 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def sleeping(uid: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "600"], user=uid, cwd="/")
+    # Not by Popen's own ``user``: that forks this process with gRPC's threads in it, and now
+    # and then the copy dies before it is anything.
+    drop = () if uid is None else ("setpriv", f"--reuid={uid}", "--clear-groups")
+    process = subprocess.Popen([*drop, "sleep", "600"], cwd="/")
     try:
+        comm, end_s = Path(f"/proc/{process.pid}/comm"), time.monotonic() + 30
+        while comm.read_text().strip() != "sleep":
+            assert time.monotonic() < end_s, "it has not begun"
+            time.sleep(0.01)
         yield process
     finally:
         process.kill()
